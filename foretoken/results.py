@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -15,6 +16,18 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+
+
+class FallbackReason(enum.StrEnum):
+    """Why a decode step had no draft although its request wanted one. The values are those in answers and metrics."""
+
+    NO_DRAFTER = "no_drafter"  # none that the request may use is attached
+    BATCH_LIMIT = "batch_limit"  # the batch is above --speculative-max-batch-size
+    DRAFTS_DO_NOT_PAY = "drafts_do_not_pay"  # measured costs say that plain decode is faster now
+    NOTHING_FOUND = "nothing_found"  # look-up drafters have, or lately had, nothing to propose
+    FIRST_STEP = "first_step"  # nobody was asked yet: the sequence has just joined, or the way of stepping changed
+    LAST_TOKEN = "last_token"  # only one more token may be emitted
+    NO_DRAFT_IN_TIME = "no_draft_in_time"  # the drafter was late, failed, or is still catching up
 
 
 class TokenLogprobs(NamedTuple):
@@ -56,6 +69,8 @@ class SpeculationStats:
     drafter: str = ""
     num_decode_tokens: int = 0
     drafters: tuple[DrafterStats, ...] = ()
+    # By FallbackReason: the fallback steps that had it.
+    fallback_reasons: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
     def sum(parts: Sequence[SpeculationStats]) -> SpeculationStats:
@@ -72,6 +87,7 @@ class SpeculationStats:
             drafter=busiest.drafter,
             num_decode_tokens=sum(part.num_decode_tokens for part in parts),
             drafters=_sum_drafters([drafter for part in parts for drafter in part.drafters]),
+            fallback_reasons=dict(sum((Counter(part.fallback_reasons) for part in parts), Counter())),
         )
 
     @property

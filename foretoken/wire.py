@@ -39,7 +39,7 @@ def values_of(source: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 # Numbers and texts that the message has under the same name.
-_STATS_FIELDS = field_names(SpeculationStats, without=("acceptance_histogram", "drafters"))
+_STATS_FIELDS = field_names(SpeculationStats, without=("acceptance_histogram", "drafters", "fallback_reasons"))
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
@@ -142,6 +142,7 @@ def stats_from_proto(stats: common_pb2.SpeculationStats) -> SpeculationStats:
     return SpeculationStats(
         **values_of(stats, _STATS_FIELDS),
         acceptance_histogram=tuple(stats.acceptance_histogram),
+        fallback_reasons=dict(stats.fallback_reasons),
         drafters=tuple(
             DrafterStats(d.name, d.num_draft_tokens, d.num_accepted_tokens, tuple(d.accepted_per_position))
             for d in stats.drafters
@@ -153,5 +154,6 @@ def stats_to_proto(stats: SpeculationStats) -> common_pb2.SpeculationStats:
     return common_pb2.SpeculationStats(
         **values_of(stats, _STATS_FIELDS),
         acceptance_histogram=stats.acceptance_histogram,
+        fallback_reasons=stats.fallback_reasons,
         drafters=[common_pb2.DrafterStats(**drafter._asdict()) for drafter in stats.drafters],
     )

@@ -42,6 +42,7 @@ def speculation_figures(output: Output, *, detailed: bool = False) -> dict[str, 
             for drafter in stats.drafters
         },
         "fallback_steps": stats.fallback_steps,
+        "fallback_reasons": dict(stats.fallback_reasons),
         "mean_tokens_per_step": stats.mean_tokens_per_step,
     }
     if detailed:

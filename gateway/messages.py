@@ -152,6 +152,7 @@ class VerifierInfo:
     speculative_max_batch_size: int
     step_time_us: Mapping[str, int]
     overlap_blocked_steps: Mapping[str, int]
+    fallback_reasons: Mapping[str, int]
     drafters: tuple[DrafterInfo, ...]
 
     @property

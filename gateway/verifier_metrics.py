@@ -86,6 +86,11 @@ class VerifierMetrics:
             "Steps on a GPU after which the next one could not overlap with the host's work, by reason.",
             self._by("reason", lambda i: i.overlap_blocked_steps),
         )
+        counter(
+            "fallback_reasons",
+            "Root-only batch rows of requests that wanted drafts, by reason.",
+            self._by("reason", lambda i: i.fallback_reasons),
+        )
 
     def _declare_drafter_metrics(self) -> None:
         gauge, counter = self._registry.observed_gauge, self._registry.observed_counter

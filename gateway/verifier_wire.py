@@ -8,7 +8,9 @@ from protos import verifier_pb2
 
 # Numbers and texts that the messages have under the same name.
 _FINISHED_FIELDS = wire.field_names(Finished, without=("reason", "speculation", "stop_token_id"))
-_INFO_FIELDS = wire.field_names(VerifierInfo, without=("step_time_us", "overlap_blocked_steps", "drafters"))
+_INFO_FIELDS = wire.field_names(
+    VerifierInfo, without=("step_time_us", "overlap_blocked_steps", "fallback_reasons", "drafters")
+)
 _DRAFTER_FIELDS = wire.field_names(DrafterInfo, without=("accepted_per_position", "gauges"))
 
 
@@ -44,6 +46,7 @@ def info_from_proto(info: verifier_pb2.GetInfoResponse) -> VerifierInfo:
         **wire.values_of(info, _INFO_FIELDS),
         step_time_us=dict(info.step_time_us),
         overlap_blocked_steps=dict(info.overlap_blocked_steps),
+        fallback_reasons=dict(info.fallback_reasons),
         drafters=tuple(drafter_from_proto(drafter) for drafter in info.drafters),
     )
 

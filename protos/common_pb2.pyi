@@ -104,7 +104,14 @@ class DrafterStats(_message.Message):
     def __init__(self, name: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("num_decode_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_tokens", "fallback_steps", "acceptance_histogram", "drafter", "num_decode_tokens", "drafters")
+    __slots__ = ("num_decode_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_tokens", "fallback_steps", "acceptance_histogram", "drafter", "num_decode_tokens", "drafters", "fallback_reasons")
+    class FallbackReasonsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NUM_DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_SPEC_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +121,7 @@ class SpeculationStats(_message.Message):
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     NUM_DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_REASONS_FIELD_NUMBER: _ClassVar[int]
     num_decode_steps: int
     num_spec_steps: int
     num_draft_tokens: int
@@ -123,4 +131,5 @@ class SpeculationStats(_message.Message):
     drafter: str
     num_decode_tokens: int
     drafters: _containers.RepeatedCompositeFieldContainer[DrafterStats]
-    def __init__(self, num_decode_steps: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., fallback_steps: _Optional[int] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., drafter: _Optional[str] = ..., num_decode_tokens: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[DrafterStats, _Mapping]]] = ...) -> None: ...
+    fallback_reasons: _containers.ScalarMap[str, int]
+    def __init__(self, num_decode_steps: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., fallback_steps: _Optional[int] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., drafter: _Optional[str] = ..., num_decode_tokens: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[DrafterStats, _Mapping]]] = ..., fallback_reasons: _Optional[_Mapping[str, int]] = ...) -> None: ...

@@ -215,7 +215,7 @@ class DrafterState(_message.Message):
     def __init__(self, name: _Optional[str] = ..., algorithm: _Optional[str] = ..., transport: _Optional[str] = ..., state: _Optional[str] = ..., num_attaches: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_rejected_drafts: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., num_awaited: _Optional[int] = ..., wait_us: _Optional[int] = ..., gauges: _Optional[_Mapping[str, float]] = ..., address: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("version", "epoch", "model_name", "model_fingerprint", "dtype", "mode", "vocab_size", "max_model_len", "eos_token_ids", "block_size", "num_blocks", "num_free_blocks", "num_running", "num_waiting", "max_queue", "drafters", "num_steps", "num_preemptions", "num_prefix_cache_queries", "num_prefix_cache_hits", "num_generated_tokens", "num_prompt_tokens", "num_plain_batch_steps", "num_fallback_steps", "step_time_us", "speculative_max_batch_size", "device", "num_resident_steps", "overlap_blocked_steps")
+    __slots__ = ("version", "epoch", "model_name", "model_fingerprint", "dtype", "mode", "vocab_size", "max_model_len", "eos_token_ids", "block_size", "num_blocks", "num_free_blocks", "num_running", "num_waiting", "max_queue", "drafters", "num_steps", "num_preemptions", "num_prefix_cache_queries", "num_prefix_cache_hits", "num_generated_tokens", "num_prompt_tokens", "num_plain_batch_steps", "num_fallback_steps", "step_time_us", "speculative_max_batch_size", "device", "num_resident_steps", "overlap_blocked_steps", "fallback_reasons")
     class StepTimeUsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +224,13 @@ class GetInfoResponse(_message.Message):
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     class OverlapBlockedStepsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class FallbackReasonsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +266,7 @@ class GetInfoResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     NUM_RESIDENT_STEPS_FIELD_NUMBER: _ClassVar[int]
     OVERLAP_BLOCKED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_REASONS_FIELD_NUMBER: _ClassVar[int]
     version: str
     epoch: int
     model_name: str
@@ -288,7 +296,8 @@ class GetInfoResponse(_message.Message):
     device: str
     num_resident_steps: int
     overlap_blocked_steps: _containers.ScalarMap[str, int]
-    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[int] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., mode: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_queue: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[DrafterState, _Mapping]]] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_plain_batch_steps: _Optional[int] = ..., num_fallback_steps: _Optional[int] = ..., step_time_us: _Optional[_Mapping[str, int]] = ..., speculative_max_batch_size: _Optional[int] = ..., device: _Optional[str] = ..., num_resident_steps: _Optional[int] = ..., overlap_blocked_steps: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    fallback_reasons: _containers.ScalarMap[str, int]
+    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[int] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., mode: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_queue: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[DrafterState, _Mapping]]] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_plain_batch_steps: _Optional[int] = ..., num_fallback_steps: _Optional[int] = ..., step_time_us: _Optional[_Mapping[str, int]] = ..., speculative_max_batch_size: _Optional[int] = ..., device: _Optional[str] = ..., num_resident_steps: _Optional[int] = ..., overlap_blocked_steps: _Optional[_Mapping[str, int]] = ..., fallback_reasons: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Corpus(_message.Message):
     __slots__ = ("name", "num_tokens", "drafter")

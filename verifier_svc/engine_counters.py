@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from foretoken.results import FallbackReason
+
 
 class StepTimes:
     """Measure the phases of one step, in seconds."""
@@ -36,7 +38,8 @@ class EngineCounters:
     num_resident_steps: int = 0
     num_generated_tokens: int = 0
     num_prompt_tokens: int = 0
-    num_fallback_steps: int = 0
+    # Rows that had no draft although their requests wanted one.
+    fallback_steps: dict[FallbackReason, int] = field(default_factory=dict)
     # Ordinary steps on a GPU, by what kept them from overlapping.
     overlap_blocked_steps: dict[str, int] = field(default_factory=dict)
     phase_seconds: dict[str, float] = field(default_factory=dict)
@@ -50,6 +53,14 @@ class EngineCounters:
         began = time.perf_counter()
         yield
         self.add_time(name, time.perf_counter() - began)
+
+    @property
+    def num_fallback_steps(self) -> int:
+        return sum(dict(self.fallback_steps).values())
+
+    def count_fallback(self, reason: FallbackReason) -> None:
+        """Count a row without a draft whose request wanted one."""
+        self.fallback_steps[reason] = self.fallback_steps.get(reason, 0) + 1
 
     def count_blocked_overlap(self, reason: str) -> None:
         """Count an ordinary step in place of an overlapped one."""

@@ -53,6 +53,7 @@ class VerifierInfo:
             num_fallback_steps=counters.num_fallback_steps,
             step_time_us={phase: int(seconds * 1e6) for phase, seconds in dict(counters.phase_seconds).items()},
             overlap_blocked_steps=dict(counters.overlap_blocked_steps),
+            fallback_reasons={reason.value: count for reason, count in dict(counters.fallback_steps).items()},
         )
 
 

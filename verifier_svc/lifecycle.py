@@ -17,7 +17,7 @@ from foretoken.errors import (
     QueueFullError,
     UnavailableError,
 )
-from foretoken.results import FinishReason
+from foretoken.results import FallbackReason, FinishReason
 from verifier_svc.drafters.changes import AttachDrafter, DetachDrafter
 from verifier_svc.engine_counters import EngineCounters
 from verifier_svc.inbox import InboxMessage
@@ -139,14 +139,23 @@ class Lifecycle:
         if sequence.num_computed >= (table.num_hashed + 1) * self.blocks.block_size:
             self.blocks.hash_full_blocks(table, sequence.tokens, sequence.num_computed)
 
-    def commit_decode(self, sequence: Sequence, result: WalkResult, shares: tuple[DrafterShare, ...]) -> None:
+    def commit_decode(
+        self,
+        sequence: Sequence,
+        result: WalkResult,
+        shares: tuple[DrafterShare, ...],
+        why_none: Callable[[Sequence], FallbackReason],
+    ) -> None:
         """Append the tokens that a decode step's walk emitted; end the sequence if it is done.
 
-        ``shares``: each drafter's share of the walked tree; empty if there was no tree.
+        Args:
+            shares: each drafter's share of the walked tree; empty if there was no tree.
+            why_none: says why a sequence that wanted a draft had none.
         """
-        wanted = self._speculator.wants_drafts(sequence)
-        sequence.steps.append(_decode_step(result.num_walked_tokens, shares, wanted))
-        self.counters.num_fallback_steps += wanted and not shares
+        fallback = None if shares or not self._speculator.wants_drafts(sequence) else why_none(sequence)
+        sequence.steps.append(_decode_step(result.num_walked_tokens, shares, fallback))
+        if fallback is not None:
+            self.counters.count_fallback(fallback)
         self.append(sequence, 1, result)
 
     def append(self, sequence: Sequence, num_computed: int, result: WalkResult) -> None:
@@ -248,9 +257,9 @@ class Lifecycle:
 
 
 @lru_cache(maxsize=4096)
-def _decode_step(num_emitted: int, shares: tuple[DrafterShare, ...], wanted: bool) -> DecodeStep:
+def _decode_step(num_emitted: int, shares: tuple[DrafterShare, ...], fallback: FallbackReason | None) -> DecodeStep:
     """Return the same object for the same figures: a sequence keeps one for each of its steps."""
-    return DecodeStep(num_emitted, shares, wanted)
+    return DecodeStep(num_emitted, shares, fallback)
 
 
 def _answer(done: Future[Answer], call: Callable[[Argument], Answer], argument: Argument) -> None:

@@ -32,6 +32,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from foretoken.models.device_batch import seq_bucket
@@ -421,6 +422,8 @@ class OverlappedRun:
         drafting, lifecycle, facts = self._drafting, self._lifecycle, self._facts.popleft()
         self._num_read += 1
         num_live = 0
+        why_none = partial(self._speculator.fallbacks.of_overlapped, drafting=drafting, shape=facts.shape)
+        why_first = partial(why_none, is_first=True)
         for seat, walk, num_nodes in self._step.receive():
             num_live += num_nodes > 0
             if num_nodes == 0 or seat.is_left:
@@ -430,7 +433,8 @@ class OverlappedRun:
                 seat.is_new = False
                 lifecycle.append(seat.sequence, 1, walk)
             else:
-                lifecycle.commit_decode(seat.sequence, walk, shares)
+                lifecycle.commit_decode(seat.sequence, walk, shares, why_none if seat.has_stepped else why_first)
+            seat.has_stepped = True
         drafting.learn(facts.shape)
         now = time.perf_counter()
         is_timed = facts.is_timed and facts.num_seats > 0

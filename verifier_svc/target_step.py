@@ -141,7 +141,7 @@ class TargetStep:
         if part.draft is not None:
             shares = part.draft.shares(result.matched_nodes)
             self._speculator.observe(part.sequence, part.draft, result.matched_nodes, shares)
-        self._lifecycle.commit_decode(part.sequence, result, shares)
+        self._lifecycle.commit_decode(part.sequence, result, shares, self._speculator.fallbacks.of_step)
 
 
 def _has_broken_prompt_logprobs(sequence: Sequence) -> bool:

@@ -138,6 +138,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             num_preemptions=5,
             num_plain_batch_steps=7,
             overlap_blocked_steps={"catching_up": 11},
+            fallback_reasons={"first_step": 12},
             drafters=[
                 verifier_pb2.DrafterState(
                     name="ngram",

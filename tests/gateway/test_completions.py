@@ -19,6 +19,7 @@ STATS = common_pb2.SpeculationStats(
     num_draft_tokens=12,
     num_accepted_tokens=6,
     fallback_steps=1,
+    fallback_reasons={"first_step": 1},
     acceptance_histogram=[1, 1, 1, 1],
     drafter="ngram",
     num_decode_tokens=11,
@@ -61,6 +62,7 @@ async def test_whole_answer(stack: Stack) -> None:
             "ngram": {"num_draft_tokens": 12, "num_accepted_draft_tokens": 6, "accepted_per_position": [3, 2, 1]}
         },
         "fallback_steps": 1,
+        "fallback_reasons": {"first_step": 1},
         "mean_tokens_per_step": 2.2,
     }
     assert body["metrics"]["queue_time_ms"] == 1.5

@@ -107,6 +107,7 @@ async def test_metrics_hold_own_counts_and_the_verifiers(stack: Stack) -> None:
         ("foretoken_num_preemptions_total",): 5,
         ("foretoken_plain_batch_steps_total",): 7,
         ("foretoken_overlap_blocked_steps_total", "reason", "catching_up"): 11,
+        ("foretoken_fallback_reasons_total", "reason", "first_step"): 12,
         ("foretoken_spec_decode_num_drafts_total", "drafter", "ngram"): 20,
         ("foretoken_spec_decode_num_draft_tokens_total", "drafter", "ngram"): 60,
         ("foretoken_spec_decode_num_accepted_tokens_total", "drafter", "ngram"): 30,

@@ -19,14 +19,16 @@ class Seat:
         width: rows of its next step: most nodes of its tree, including the root.
         number: the drafter's number, which marks drafted tokens in ``WalkResult.sources``.
         is_new: whether no result has been read: the first token ends the prefill.
+        has_stepped: whether a step of this seat has been read. Its first step has only a root.
         enough_until: tokens of the sequence up to which its blocks suffice for one more step.
     """
 
-    __slots__ = ("enough_until", "is_new", "number", "sequence", "width")
+    __slots__ = ("enough_until", "has_stepped", "is_new", "number", "sequence", "width")
 
     def __init__(self, sequence: Sequence, width: int, number: int, *, is_new: bool) -> None:
         self.sequence, self.width, self.number, self.is_new = sequence, width, number, is_new
         self.enough_until = 0
+        self.has_stepped = False
 
     @property
     def is_left(self) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from typing import NamedTuple
 
-from foretoken.results import DrafterStats, SpeculationStats, TokenLogprobs
+from foretoken.results import DrafterStats, FallbackReason, SpeculationStats, TokenLogprobs
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.sampling.verify import SamplingState
@@ -22,8 +23,8 @@ class DecodeStep(NamedTuple):
     num_emitted: int
     # One share for each drafter with nodes in the tree.
     shares: tuple[DrafterShare, ...]
-    # Whether drafts were wanted.
-    wanted: bool
+    # Why it had no draft; None if it had one, or none was wanted.
+    fallback: FallbackReason | None
 
     @property
     def num_drafted(self) -> int:
@@ -149,6 +150,7 @@ class Sequence:  # large: all the state of one sequence; it decides nothing
                 count += 1
             steps = steps[:count]
         drafted = [step for step in steps if step.num_drafted]
+        reasons = Counter(step.fallback for step in steps if step.fallback is not None)
         histogram = [0] * (1 + max((step.num_drafted for step in drafted), default=-1))
         for step in drafted:
             histogram[step.num_accepted] += 1
@@ -159,11 +161,12 @@ class Sequence:  # large: all the state of one sequence; it decides nothing
             num_spec_steps=len(drafted),
             num_draft_tokens=sum(step.num_drafted for step in drafted),
             num_accepted_tokens=sum(step.num_accepted for step in drafted),
-            fallback_steps=sum(step.wanted and not step.num_drafted for step in steps),
+            fallback_steps=sum(reasons.values()),
             acceptance_histogram=tuple(histogram),
             drafter=most.name if most else "",
             drafters=by_drafter,
             num_decode_tokens=sum(step.num_emitted for step in steps),
+            fallback_reasons={reason.value: count for reason, count in reasons.items()},
         )
 
 

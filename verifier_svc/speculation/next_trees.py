@@ -17,8 +17,11 @@ class NextTrees:
         self._costs = costs
         self._bounds = bounds
         self.plans: list[DraftPlan] = []
+        # Whether drafters were asked, or could have been, since the last overlapped step.
+        self.were_asked_for = False
         self._drafts: dict[tuple[int, int], Draft] = {}
-        # Rows that wanted a tree and got their root.
+        # Rows for which a draft came, and those of them that got only their root.
+        self.found: set[tuple[int, int]] = set()
         self.undrafted: set[tuple[int, int]] = set()
 
     def __bool__(self) -> bool:
@@ -30,7 +33,7 @@ class NextTrees:
 
     def clear(self) -> None:
         """Forget trees and plans: the step was made."""
-        self._drafts, self.plans = {}, []
+        self._drafts, self.plans, self.were_asked_for = {}, [], False
 
     def drop(self, drafter: int) -> None:
         """Drop the trees that have nodes of this drafter."""
@@ -38,9 +41,11 @@ class NextTrees:
 
     def choose(self, found: Found, batch: int) -> None:
         """Merge the drafts of each row and keep the nodes with which ``batch`` rows make the most tokens a second."""
+        self.were_asked_for = True
         plans: dict[tuple[int, int], list[DraftPlan]] = {}
         for plan in self.plans:
             plans.setdefault(plan.key, []).append(plan)
+        self.found = set(found)
         self.undrafted = {key for key, drafts in found.items() if all(draft.tree.num_nodes == 1 for draft in drafts)}
         drafts = {key: merge(drafts) for key, drafts in found.items() if key not in self.undrafted}
         most = {key: max(plan.most for plan in plans[key]) for key in drafts if key in plans}

@@ -110,6 +110,14 @@ class DrafterRouting:
         options = sequence.speculation
         return options.enabled and options.max_draft_tokens != 0 and bool(self._drafters)
 
+    def may_use(self, sequence: Sequence) -> bool:
+        """Return whether any drafter that this request admits is attached."""
+        wanted = sequence.speculation.drafter
+        if wanted in (AUTO, MERGE):
+            return bool(self._attached)
+        names = wanted.split(DRAFTER_JOIN)
+        return any(drafter.name in names for drafter in self._attached)
+
     def of(self, sequence: Sequence) -> Seq[DrafterHandle]:
         """Return the attached drafters of a row.
 

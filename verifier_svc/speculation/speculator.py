@@ -23,6 +23,7 @@ from verifier_svc.speculation.capture import Capture
 from verifier_svc.speculation.controllers import DrafterControllers
 from verifier_svc.speculation.costs import DraftCosts, StepCosts
 from verifier_svc.speculation.draft_round import Found, LookupRound, ModelRound
+from verifier_svc.speculation.fallbacks import Fallbacks
 from verifier_svc.speculation.next_trees import NextTrees
 from verifier_svc.speculation.overlap_policy import OverlapPolicy
 from verifier_svc.speculation.plan import DraftPlan
@@ -62,6 +63,7 @@ class Speculator:
             self.limit,
             DrafterControllers(bounds, self.costs.plain_step_s, controller_log),
         )
+        self.fallbacks = Fallbacks(self._routing, self.trees, self.limit)
         shared = (self._routing, self.rows, self.hidden_states, self.costs, bounds)
         self.lookup_round, self.model_round = LookupRound(*shared), ModelRound(*shared)
         self._bounds = bounds

@@ -1,0 +1,62 @@
+"""Say why a decode step had no draft for a sequence whose request wanted one."""
+
+from __future__ import annotations
+
+from foretoken.results import FallbackReason
+from verifier_svc.drafters.request import NO_DRAFT, Shape
+from verifier_svc.scheduling.sequence import Sequence
+from verifier_svc.speculation.batch_limit import BatchLimit
+from verifier_svc.speculation.next_trees import NextTrees
+from verifier_svc.speculation.resident_drafting import ResidentDrafting
+from verifier_svc.speculation.routing import DrafterRouting
+
+
+class Fallbacks:
+    """Used by the engine thread alone, before the tokens of the step are appended."""
+
+    def __init__(self, routing: DrafterRouting, trees: NextTrees, limit: BatchLimit) -> None:
+        self._routing, self._trees, self._limit = routing, trees, limit
+
+    def of_step(self, sequence: Sequence) -> FallbackReason:
+        """Return the reason in an ordinary step."""
+        if self._limit.was_exceeded:
+            return FallbackReason.BATCH_LIMIT
+        if not self._routing.may_use(sequence):
+            return FallbackReason.NO_DRAFTER
+        if sequence.max_new_tokens <= 1:
+            return FallbackReason.LAST_TOKEN
+        if not self._trees.were_asked_for:
+            return FallbackReason.FIRST_STEP
+        key = sequence.slot, sequence.generation
+        plans = [plan for plan in self._trees.plans if plan.key == key]
+        if key in self._trees.undrafted or (plans and not any(plan.awaited for plan in plans)):
+            return FallbackReason.NOTHING_FOUND
+        if plans and key not in self._trees.found:
+            return FallbackReason.NO_DRAFT_IN_TIME
+        if not plans and not any(drafter.has_model for drafter in self._routing.of(sequence)):
+            # A look-up drafter that found nothing for long is asked less often.
+            return FallbackReason.NOTHING_FOUND
+        return FallbackReason.DRAFTS_DO_NOT_PAY
+
+    def of_overlapped(
+        self, sequence: Sequence, *, drafting: ResidentDrafting, shape: Shape, is_first: bool = False
+    ) -> FallbackReason:
+        """Return the reason in an overlapped step.
+
+        Args:
+            shape: the trees' shape in this step.
+            is_first: whether it is the sequence's first step of this run.
+        """
+        if drafting.is_above_limit:
+            return FallbackReason.BATCH_LIMIT
+        if not self._routing.may_use(sequence):
+            return FallbackReason.NO_DRAFTER
+        if sequence.max_new_tokens <= 1:
+            return FallbackReason.LAST_TOKEN
+        if drafting.is_for(sequence):
+            if shape == NO_DRAFT:
+                return FallbackReason.DRAFTS_DO_NOT_PAY
+            return FallbackReason.FIRST_STEP if is_first else FallbackReason.NO_DRAFT_IN_TIME
+        # Look-up drafters that found nothing rest, or a model whose drafts did not pay for long.
+        is_resting_model = drafting.drafter is None and drafting.controller is not None
+        return FallbackReason.DRAFTS_DO_NOT_PAY if is_resting_model else FallbackReason.NOTHING_FOUND
