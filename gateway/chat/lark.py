@@ -13,7 +13,7 @@ ANY_TEXT = r"/(.|\n)*/"
 # A blank after each comma and colon may be left out. A looser rule lets an unsure model write
 # blanks without end.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?"}
-_SPECIAL = re.compile(r"[][\\.+*?(){}|^$/&~<>]")
+_SPECIAL = re.compile(r"[][\\.+*?(){}|^$/]")
 
 
 def literal(text: str) -> str:

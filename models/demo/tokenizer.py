@@ -23,10 +23,24 @@ SPECIAL_TOKENS = (END_OF_TEXT, USER, ASSISTANT, END_OF_TURN, *RESERVED)
 
 PIECE_PATTERN = r"[\r\n]+|[^\S\r\n]{2,}|\p{N}{1,3}| ?[\p{L}_]+| ?[^\s\p{L}\p{N}_]+|\s"
 
+# Without tools and calls, the text is as the demo models were trained. They never saw a tool, whose
+# form here is Hermes'.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    "{% if tools %}{{ '<|user|># Tools\n\n<tools>\n' }}"
+    "{% for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}"
+    "{{ '</tools>\n\nTo call one, reply with its name and arguments:\n<tool_call>\n"
+    '{"name": <name>, "arguments": <object>}\n</tool_call><|end|>'
+    "' }}{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|assistant|>' if message['role'] == 'assistant' else '<|user|>' }}{{ message['content'] }}<|end|>"
+    "{{ '<|assistant|>' if message['role'] == 'assistant' else '<|user|>' }}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<tool_response>\n' }}{{ message['content'] }}{{ '\n</tool_response>' }}"
+    "{% else %}{{ message['content'] }}{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '\n' if message['content'] or not loop.first }}{{ '<tool_call>\n' }}"
+    "{{ {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}"
+    "{{ '\n</tool_call>' }}{% endfor %}<|end|>"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
