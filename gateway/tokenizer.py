@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
+from jinja2 import Environment, TemplateSyntaxError, nodes
 from transformers import PreTrainedTokenizerFast
 
 from foretoken.errors import CheckpointError, ConfigError, InvalidRequestError
@@ -26,6 +26,7 @@ CHAT_TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budge
 # Up to these sizes a call takes a few milliseconds, so an event loop may make it.
 SHORT_TEXT_CHARS = 4096
 SHORT_TEXT_TOKENS = 4096
+_MARKING_TAGS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
 class Tokenizer:
@@ -80,8 +81,14 @@ class Tokenizer:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template mentions tools, so that the model can see them."""
-        return re.search(r"\btools\b", self.chat_template_text) is not None
+        """Whether the chat template reads tools, so that the model can see them."""
+        # Tags of transformers' own, which only mark text, would need its environment.
+        text = _MARKING_TAGS.sub("", self.chat_template_text)
+        try:
+            template = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+        except TemplateSyntaxError:
+            return False
+        return any(name.name == "tools" for name in template.find_all(nodes.Name))
 
     def min_tokens(self, num_chars: int) -> int:
         """Return the fewest tokens that a text of ``num_chars`` characters can have."""

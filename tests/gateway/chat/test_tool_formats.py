@@ -124,7 +124,8 @@ CASES: dict[str, tuple[ToolFormat, str, str, Calls]] = {
 def read(kind: ToolFormat, pieces: list[str], hidden: frozenset[str] = frozenset()) -> tuple[str, Calls, list[str]]:
     """Return content, calls and the calls' raw arguments."""
     parser = kind.parser(TOOLS, hidden)
-    content, deltas = "", []
+    content = ""
+    deltas: list[ToolCallDelta] = []
     for number, piece in enumerate(pieces):
         text, new = parser.feed(piece, finished=number == len(pieces) - 1)
         content += text
@@ -168,7 +169,8 @@ def split_texts(draw: st.DrawFn) -> list[str]:
 def test_a_split_never_matters(kind: ToolFormat, pieces: list[str]) -> None:
     def raw(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
         parser = kind.parser(TOOLS, frozenset())
-        content, deltas = "", []
+        content = ""
+        deltas: list[ToolCallDelta] = []
         for number, piece in enumerate(pieces):
             text, new = parser.feed(piece, finished=number == len(pieces) - 1)
             content += text
