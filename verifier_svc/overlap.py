@@ -40,6 +40,7 @@ from foretoken.resident import ResidentMemory, StreamOrder
 from verifier_svc.drafters.attachment import Attachment
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import Shape
+from verifier_svc.drafters.step_deadlines import StepDeadlines
 from verifier_svc.lifecycle import Lifecycle
 from verifier_svc.scheduling.batch import Scheduled, build_batch
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat
@@ -57,8 +58,6 @@ if TYPE_CHECKING:
 _POLL_S = 50e-6
 # Tokens to reserve blocks for in advance, so that block tables change rarely.
 _PAGES_AHEAD = 64
-# Draft timeouts that a draft of a new kind may take: the drafter captures its graph.
-_FIRST_TIMEOUTS = 10
 # Seconds that a step may take longer for each prompt token of its prefill pass.
 _TOKEN_S = 1e-3
 # Steps of a run whose times say nothing of later ones.
@@ -93,7 +92,7 @@ class RunAhead:
     Args:
         make_step: makes the step for a drafter's memory and stream order.
         plain: the step of runs without a drafter.
-        timeout_s: most seconds that a step waits for its draft before it goes on without.
+        timeout_s: the shortest time that a step waits for its draft before it goes on without.
     """
 
     def __init__(
@@ -105,9 +104,9 @@ class RunAhead:
     ) -> None:
         self._make_step, self._plain = make_step, plain
         self._timeout_s = timeout_s
-        # The step of each drafter's memory, by drafter number, and the kinds of drafts that it has
-        # seen. While attached, step numbers only grow.
-        self._drafted: dict[int, tuple[ResidentStep, set[Hashable]]] = {}
+        # The step of each drafter's memory, by drafter number, and the deadlines of its drafts.
+        # While attached, step numbers only grow.
+        self._drafted: dict[int, tuple[ResidentStep, StepDeadlines]] = {}
         # The captures that are left to do, by step.
         self._captures: dict[ResidentStep, Iterator[None]] = {}
 
@@ -130,9 +129,8 @@ class RunAhead:
         drafting = speculator.overlap.drafting(scheduler.running, scheduler.admissible, has_asked=has_asked)
         if isinstance(drafting, OverlapBlock):
             return drafting
-        step, kinds = self._step_of(drafting)
-        run = OverlappedRun(step, drafting, scheduler, speculator, lifecycle)
-        return run.run(messages, self._timeout_s, kinds)
+        step, deadlines = self._step_of(drafting)
+        return OverlappedRun(step, drafting, scheduler, speculator, lifecycle, deadlines).run(messages)
 
     def prepare(self, speculator: Speculator) -> bool:
         """Capture one more graph of a usual size. Return whether there may be more to do.
@@ -153,17 +151,18 @@ class RunAhead:
                 return True
         return False
 
-    def _step_of(self, drafting: ResidentDrafting) -> tuple[ResidentStep, set[Hashable]]:
+    def _step_of(self, drafting: ResidentDrafting) -> tuple[ResidentStep, StepDeadlines]:
         if drafting.drafter is None or drafting.attachment is None:
-            return self._plain, set()
+            return self._plain, StepDeadlines(self._timeout_s)
         return self._step_for(drafting.drafter, drafting.attachment)
 
-    def _step_for(self, drafter: DrafterHandle, attachment: Attachment) -> tuple[ResidentStep, set[Hashable]]:
+    def _step_for(self, drafter: DrafterHandle, attachment: Attachment) -> tuple[ResidentStep, StepDeadlines]:
         memory = attachment.transport.resident
         assert memory is not None
         known = self._drafted.get(drafter.number)
         if known is None or known[0].memory is not memory:
-            known = self._drafted[drafter.number] = self._make_step(memory, attachment.transport.order), set()
+            step, deadlines = self._make_step(memory, attachment.transport.order), StepDeadlines(self._timeout_s)
+            known = self._drafted[drafter.number] = step, deadlines
             known[0].warm_up(attachment.needs.features)
         return known
 
@@ -186,8 +185,9 @@ class OverlappedRun:
         scheduler: Scheduler,
         speculator: Speculator,
         lifecycle: Lifecycle,
+        deadlines: StepDeadlines,
     ) -> None:
-        self._step, self._drafting = step, drafting
+        self._step, self._drafting, self._deadlines = step, drafting, deadlines
         self._scheduler, self._speculator, self._lifecycle = scheduler, speculator, lifecycle
         # Running sequences that have no seat yet.
         self._joining: list[Sequence] = list(scheduler.running)
@@ -202,14 +202,10 @@ class OverlappedRun:
         # blocks.
         self._is_lost = self._lacks_blocks = False
 
-    def run(self, messages: Messages, timeout_s: float, kinds: set[Hashable]) -> OverlapBlock | None:
+    def run(self, messages: Messages) -> OverlapBlock | None:
         """Run until something needs the host between two steps, or nothing is left to do.
 
         Returns the reason if no step could be launched, else None.
-
-        Args:
-            timeout_s: most seconds that a step waits for its draft.
-            kinds: the kinds of drafts that the drafter has made; extended.
         """
         step, drafting = self._step, self._drafting
         step.begin(drafting.features, max(step.number, drafting.number))
@@ -229,7 +225,7 @@ class OverlappedRun:
                 break
             if is_ending or step.num_in_flight == MAX_IN_FLIGHT or not self._has_work():
                 with phase("wait"):
-                    is_ending |= not self._await(timeout_s, kinds, read_at)
+                    is_ending |= not self._await(read_at)
                 with phase("commit"):
                     read_at = self._read(read_at)
         self._end()
@@ -387,26 +383,26 @@ class OverlappedRun:
 
     # 4. Read.
 
-    def _await(self, timeout_s: float, kinds: set[Hashable], since: float) -> bool:
+    def _await(self, since: float) -> bool:
         """Wait until the oldest step is done. Return False if it had to go on without its trees.
 
         ``since``: when the step before was read.
         """
         facts = self._facts[0]
-        timeout_s *= 1 if facts.kind in kinds else _FIRST_TIMEOUTS
+        timeout_s = self._deadlines.seconds(facts.kind)
         deadline = since + timeout_s + _TOKEN_S * sum(each.num_prompt_rows for each in self._facts)
         while not self._step.is_done():
-            if self._drafting.drafter is not None and (self._is_lost or not self._is_alive(deadline, timeout_s)):
+            if self._drafting.drafter is not None and (self._is_lost or not self._is_alive(deadline, facts.kind)):
                 # Repeat it: a drafter that resumes late may overwrite the release.
                 self._step.release()
                 self._is_lost = True
             time.sleep(_POLL_S)
         # The first step of a run waits for no draft.
         if not self._is_lost and self._num_read:
-            kinds.add(facts.kind)
+            self._deadlines.observe(facts.kind, time.perf_counter() - since)
         return not self._is_lost
 
-    def _is_alive(self, deadline: float, timeout_s: float) -> bool:
+    def _is_alive(self, deadline: float, kind: Hashable) -> bool:
         drafting = self._drafting
         assert drafting.drafter is not None and drafting.attachment is not None
         if not drafting.is_open:
@@ -414,7 +410,9 @@ class OverlappedRun:
         if time.perf_counter() < deadline:
             return True
         drafting.attachment.leave_alone()
-        drafting.drafter.source.report_failure(f"no draft within {timeout_s * 1e3:.0f} ms")
+        if not self._deadlines.is_excused(kind):
+            timeout_s = self._deadlines.seconds(kind)
+            drafting.drafter.source.report_failure(f"no draft within {timeout_s * 1e3:.0f} ms")
         return False
 
     def _read(self, read_at: float) -> float:

@@ -325,7 +325,7 @@ def test_a_drafter_goes_while_prompts_are_in_flight(what: str, at: int) -> None:
             assert course.oracle.num_attaches == 2 and not course.oracle.failures
             assert all(course.num_accepted(index) > 10 for index in range(3))
         case "is late":
-            assert course.oracle.failures == ["no draft within 0 ms"]
+            assert [reason[:15] for reason in course.oracle.failures] == ["no draft within"]
             assert all(course.num_accepted(index) > 10 for index in range(3))
 
 
