@@ -30,6 +30,8 @@ class ChatReply:
     thinking: Thinking = Thinking.NONE
     tools: ToolFormat | None = None
     tool_names: frozenset[str] = frozenset()
+    # None: any number.
+    max_calls: int | None = None
     # Marks that the reader of the content must not see.
     hidden: frozenset[str] = frozenset()
 
@@ -43,6 +45,7 @@ class ChatReply:
         return ReplyReader(
             None if self.reasoning is None else ReasoningReader(self.reasoning, self.thinking),
             None if self.tools is None else self.tools.parser(self.tool_names, self.hidden),
+            max_calls=self.max_calls,
         )
 
 
@@ -115,5 +118,6 @@ class ChatForms:
             thinking,
             tools,
             frozenset(tool.name for tool in use.callable),
+            None if use.parallel else 1,
             frozenset(special) if skip_special_tokens else frozenset(),
         )

@@ -26,8 +26,15 @@ class ToolParser(Protocol):
 class ReplyReader:
     """Reads one output. How its text is split over calls of ``feed`` does not matter."""
 
-    def __init__(self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None) -> None:
-        """Without parsers all text is content."""
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None = None,
+        tools: ToolParser | None = None,
+        *,
+        max_calls: int | None = None,
+    ) -> None:
+        """Without parsers all text is content. Calls after the first ``max_calls`` are left out."""
+        self._max_calls = max_calls
         self._reasoning = reasoning
         self._tools = tools
         # Whether a tool call has come: then an output that stopped ended for its calls.
@@ -44,5 +51,7 @@ class ReplyReader:
             reasoning, text = self._reasoning.feed(text, finished=finished)
         if self._tools is not None:
             text, calls = self._tools.feed(text, finished=finished)
+            if self._max_calls is not None:
+                calls = tuple(call for call in calls if call.index < self._max_calls)
             self.has_calls = self.has_calls or bool(calls)
         return ReplyPieces(text, reasoning, calls)

@@ -113,7 +113,7 @@ class Mistral(ToolFormat):
             return [
                 f"calls: {opening} list",
                 "reply: TEXT | lead list",
-                f'list: "[" one_call{lark.repeated("COMMA one_call", most - 1)} "]"',
+                rf'list: / ?\[/ one_call{lark.repeated("COMMA one_call", most - 1)} "]"',
                 'COMMA: ", "',
                 marks.up_to("lead", CALLS),
                 text,

@@ -122,7 +122,7 @@ async def test_a_call_whole_and_streamed(start: Start) -> None:
     async with start(HERMES) as stack:
         for size in (1, 3, 100):
             say(stack, f"Let me add.\n{CALL}\n{CALL}", size=size)
-            wanted = {
+            wanted: dict[str, Any] = {
                 "role": "assistant",
                 "content": "Let me add.",
                 "refusal": None,
@@ -130,6 +130,9 @@ async def test_a_call_whole_and_streamed(start: Start) -> None:
             }
             assert await ask(stack) == (wanted, "tool_calls")
             assert await stream(stack) == (wanted, "tool_calls")
+        one = {**wanted, "tool_calls": wanted["tool_calls"][:1]}
+        assert await ask(stack, parallel_tool_calls=False) == (one, "tool_calls")
+        assert await stream(stack, parallel_tool_calls=False) == (one, "tool_calls")
         say(stack, CALL)
         message, reason = await ask(stack)
         assert message["content"] is None and reason == "tool_calls"
