@@ -48,7 +48,7 @@ class Note(BaseModel):
 
 
 MODELS: dict[str, type[BaseModel]] = {"get_weather": Weather, "add_note": Note}
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "description": "", "parameters": model.model_json_schema()}}
     for name, model in MODELS.items()
 ]
