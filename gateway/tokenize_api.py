@@ -11,9 +11,9 @@ from pydantic import Field
 from foretoken import limits
 from foretoken.errors import InvalidRequestError
 from gateway import http
+from gateway.chat.chat_request import chat_text
 from gateway.core import GatewayCore
 from gateway.fields import Fields, is_id_list, validate
-from gateway.openai_api import chat_text
 from gateway.openai_request import IGNORED, parse_chat
 from gateway.tokenizer import SHORT_TEXT_TOKENS
 
