@@ -24,6 +24,8 @@ from gateway.generate_api import generate_router
 from gateway.messages import VerifierInfo
 from gateway.openai_api import openai_router
 from gateway.openai_request import ChatFields, CompletionFields
+from gateway.responses.api import responses_router
+from gateway.responses.body import ResponsesFields
 from gateway.tokenize_api import tokenize_router
 
 
@@ -31,6 +33,7 @@ def create_app(core: GatewayCore) -> FastAPI:
     """Return the ASGI application of one gateway."""
     app = FastAPI(title="foretoken", version=foretoken.__version__, redoc_url=None)
     app.include_router(openai_router(core))
+    app.include_router(responses_router(core))
     app.include_router(generate_router(core))
     app.include_router(tokenize_router(core))
     if core.admin_key is not None:
@@ -148,7 +151,7 @@ def _add_schemas(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         document = generate()
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        schemas.update(http.component_schemas(CompletionFields, ChatFields))
+        schemas.update(http.component_schemas(CompletionFields, ChatFields, ResponsesFields))
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]

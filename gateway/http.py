@@ -177,9 +177,9 @@ def _content_length(request: Request) -> int:
     return int(text) if text.isdigit() and len(text) < 20 else 0
 
 
-def new_id(prefix: str) -> str:
+def new_id(prefix: str, separator: str = "-") -> str:
     """Return a new id for one answer."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}{separator}{uuid.uuid4().hex}"
 
 
 def client_id(request: Request) -> str:
