@@ -94,7 +94,8 @@ class Exchange(Response):
             raise
 
     async def _start(self, send: Send, content_type: bytes, content_length: int | None = None) -> None:
-        headers = [(b"content-type", content_type), (b"x-request-id", (self._client_id or self._request.id).encode())]
+        name = (self._client_id or self._request.id).encode()
+        headers = [(b"content-type", content_type), (self._reply.request_id_header, name)]
         if content_length is None:
             # Proxies must not buffer events.
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]

@@ -19,7 +19,10 @@ class ReplyFormat(ABC):
     """Writes the answer to one request in an API's shape."""
 
     # Sent while a generation waits for a verifier: it keeps connections open, and clients ignore it.
-    keep_alive = b": waiting for a verifier\n\n"
+    keep_alive: bytes = b": waiting for a verifier\n\n"
+
+    # The header with the client's name for the request, or else ours.
+    request_id_header: bytes = b"x-request-id"
 
     @abstractmethod
     def whole(self, generation: Generation, deltas: list[Delta]) -> bytes:

@@ -65,6 +65,15 @@ async def chat_request(
     return ChatRequest(options, generation)
 
 
+async def chat_token_ids(core: GatewayCore, body: dict[str, Any], names: FieldNames | None = None) -> tuple[int, ...]:
+    """Return the prompt of a body as ``chat_request`` takes it; it may be longer than the context."""
+    with (names or FieldNames()).in_errors():
+        fields, options = parse_chat(body)
+        core.check_model(fields.model)
+        core.chat_forms.check(options.tool_use)
+        return await core.tokenize(await chat_text(core, fields, options.tool_use), field="messages")
+
+
 async def chat_text(core: GatewayCore, fields: ChatFields, use: ToolUse) -> str:
     """Return the prompt that the chat template renders. Long messages are rendered in a thread.
 

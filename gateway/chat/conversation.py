@@ -40,9 +40,10 @@ class Conversation:
         message = self._assistant(field, after=("content", "tool_calls"))
         message["reasoning_content"] = message.get("reasoning_content", "") + text
 
-    def assistant(self, text: str, field: str) -> None:
-        """Add what the assistant said."""
-        self._assistant(field, after=("content", "tool_calls"))["content"] = text
+    def assistant(self, text: str, field: str, *, joins: bool = False) -> None:
+        """Add what the assistant said; a text that ``joins`` continues one before it."""
+        message = self._assistant(field, after=("tool_calls",) if joins else ("content", "tool_calls"))
+        message["content"] = message.get("content", "") + text
 
     def call(self, call_id: str, name: str, arguments: str, field: str) -> None:
         """Add the assistant's call of a function, with its arguments as JSON text."""
@@ -54,8 +55,13 @@ class Conversation:
         self._add({"role": "tool", "tool_call_id": call_id, "content": text}, field)
 
     @property
+    def is_continued(self) -> bool:
+        """Whether the assistant has begun a message that it is to continue."""
+        return self._last_role == "assistant"
+
+    @property
     def _last_role(self) -> str:
-        return self.messages[-1]["role"] if self.messages else ""
+        return str(self.messages[-1]["role"]) if self.messages else ""
 
     def _assistant(self, field: str, *, after: Collection[str] = ()) -> dict[str, Any]:
         """Return the assistant's message that goes on; a new one if it has a member of ``after``."""

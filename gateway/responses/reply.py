@@ -31,7 +31,7 @@ class ResponsesFormat(ReplyFormat):
         self._options = chat.options
         self._tokenizer = tokenizer
         self._detail = settings.speculative_metrics
-        self._reader = chat.reply.reader()
+        self._reader = chat.options.reply.reader()
         self._events = EventWriter()
         self._output = OutputItems(self._events)
         self._logprobs: list[dict[str, Any]] = []

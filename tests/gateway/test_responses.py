@@ -124,7 +124,7 @@ async def test_logprobs_come_with_their_text(stack: Stack, stream: bool) -> None
         assert len(parts) == 3
     for part in parts:
         assert [logprob["logprob"] for logprob in part["logprobs"]] == [-0.5, -1.5]
-        assert bytes(sum((logprob["bytes"] for logprob in part["logprobs"]), [])).decode() == "é"
+        assert b"".join(bytes(logprob["bytes"]) for logprob in part["logprobs"]).decode() == "é"
         assert [item["logprob"] for item in part["logprobs"][0]["top_logprobs"]] == [-0.5, -2.0]
 
 
