@@ -118,19 +118,18 @@ def _parse(kind: type[FieldsT], body: dict[str, Any]) -> MessagesBody[FieldsT]:
         "response_format": _response_format(output_format),
         "reasoning_effort": fields.output_config.effort,
         "chat_template_kwargs": {**_thinking(fields.thinking), **fields.chat_template_kwargs} or None,
+        "tools": chat_tools(fields.tools) or None,
         **{name: body[name] for name in SharedFields.model_fields if name in body},
     }
     if talk.is_continued:
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
-    choice = chat_tool_choice(fields.tool_choice)
-    if tools := chat_tools(fields.tools):
-        chat |= {"tools": tools, **choice}
+    chat |= chat_tool_choice(fields.tool_choice)
     names = {
         "max_completion_tokens": "max_tokens",
         "stop": "stop_sequences",
         "response_format": "output_format" if fields.output_format else "output_config.format",
         "reasoning_effort": "output_config.effort",
-        **{f"tools.{number}.function": f"tools.{number}" for number in range(len(tools))},
+        **{f"tools.{number}.function": f"tools.{number}" for number in range(len(fields.tools))},
         **talk.names,
     }
     return MessagesBody(fields, {name: value for name, value in chat.items() if value is not None}, FieldNames(names))

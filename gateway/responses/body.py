@@ -122,8 +122,6 @@ def parse_responses(body: dict[str, Any]) -> ResponsesBody:
     fields = validate(ResponsesFields, body | nested, ignored=IGNORED)
     _check(fields)
     talk = conversation(fields.instructions, fields.input)
-    tools = chat_tools(fields.tools)
-    choice, seen = chat_tool_choice(fields.tool_choice, tools)
     chat = {
         "model": fields.model,
         "messages": talk.messages,
@@ -135,18 +133,18 @@ def parse_responses(body: dict[str, Any]) -> ResponsesBody:
         "response_format": _response_format(fields.text.format),
         "reasoning_effort": fields.reasoning.effort,
         "chat_template_kwargs": fields.chat_template_kwargs or None,
+        "tools": chat_tools(fields.tools) or None,
+        "tool_choice": chat_tool_choice(fields.tool_choice),
+        "parallel_tool_calls": fields.parallel_tool_calls,
         **_logprobs(fields),
         **{name: body[name] for name in SharedFields.model_fields if name in body},
     }
-    if seen:
-        chat |= {"tools": seen, "tool_choice": choice, "parallel_tool_calls": fields.parallel_tool_calls}
     names = {
         "messages": "input",
         "max_completion_tokens": "max_output_tokens",
         "response_format": "text.format",
         "reasoning_effort": "reasoning.effort",
-        **{f"tools.{number}.function": f"tools.{tools.index(tool)}" for number, tool in enumerate(seen)},
-        **{f"tools.{number}": f"tools.{tools.index(tool)}" for number, tool in enumerate(seen)},
+        **{f"tools.{number}.function": f"tools.{number}" for number in range(len(fields.tools))},
         **talk.names,
     }
     return ResponsesBody(fields, {name: value for name, value in chat.items() if value is not None}, FieldNames(names))

@@ -26,13 +26,13 @@ class OutputItems:
         # The events of the open item's next part, up to the part.
         self._delta_head = b""
 
-    def add(self, pieces: ReplyPieces, logprobs: list[dict[str, Any]] | None = None) -> bytes:
+    def add(self, pieces: ReplyPieces, logprobs: list[dict[str, Any]]) -> bytes:
         """Add what the reply gained; ``logprobs`` are of the tokens of its content."""
         events = b""
         if pieces.reasoning:
             events += self._add_reasoning(pieces.reasoning)
         if pieces.content:
-            events += self._add_text(pieces.content, logprobs or [])
+            events += self._add_text(pieces.content, logprobs)
         for delta in pieces.tool_calls:
             events += self._add_call(delta)
         return events

@@ -8,8 +8,9 @@ from typing import Any
 import orjson
 
 from foretoken.errors import ForetokenError, InvalidRequestError, QueueFullError
-from foretoken.results import FinishReason
+from foretoken.results import FinishReason, TokenLogprobs
 from gateway.chat.chat_request import ChatRequest
+from gateway.chat.reply_tokens import ReplyTokens
 from gateway.config import GatewaySettings
 from gateway.figures import generation_metrics
 from gateway.generation import Delta, Generation
@@ -28,13 +29,11 @@ class ResponsesFormat(ReplyFormat):
     def __init__(
         self, chat: ChatRequest, fields: ResponsesFields, settings: GatewaySettings, tokenizer: Tokenizer
     ) -> None:
-        self._options = chat.options
         self._tokenizer = tokenizer
         self._detail = settings.speculative_metrics
-        self._reader = chat.options.reply.reader()
+        self._tokens = ReplyTokens(chat.options.reply)
         self._events = EventWriter()
         self._output = OutputItems(self._events)
-        self._logprobs: list[dict[str, Any]] = []
         self._created_at = int(time.time())
         self._base = _echo(fields, chat, settings.served_model_name)
 
@@ -65,18 +64,19 @@ class ResponsesFormat(ReplyFormat):
         return events + self._events.write("response.failed", {"response": response})
 
     def _add(self, delta: Delta) -> bytes:
-        pieces = self._reader.feed(delta.text, finished=delta.finished)
-        if self._options.sampling.logprobs is None:
-            return self._output.add(pieces)
-        # Text that waits is shown with the logprobs of its tokens.
-        self._logprobs += chat_logprobs(self._tokenizer, delta.logprobs)["content"]
-        logprobs = self._logprobs if pieces.content else []
-        if pieces.content or pieces.reasoning:
-            self._logprobs = []
-        return self._output.add(pieces, logprobs)
+        return b"".join(
+            [
+                self._output.add(pieces, self._shown(logprobs) if pieces.content else [])
+                for pieces, logprobs in self._tokens.read(delta)
+            ]
+        )
+
+    def _shown(self, logprobs: list[TokenLogprobs]) -> list[dict[str, Any]]:
+        content: list[dict[str, Any]] = chat_logprobs(self._tokenizer, logprobs)["content"]
+        return content
 
     def _close(self, generation: Generation) -> bytes:
-        self._output.add_logprobs(self._logprobs)
+        self._output.add_logprobs(self._shown(self._tokens.take_logprobs()))
         return self._output.close("incomplete" if _is_cut(generation) else "completed")
 
     def _ended(self, generation: Generation) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class ResponsesFormat(ReplyFormat):
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             response = {**self._response(generation, "completed"), "completed_at": int(time.time())}
-        response["usage"] = _usage(generation)
+        response["usage"] = _usage(generation, self._tokens.num_reasoning_tokens)
         if self._detail != "none":
             response["metrics"] = generation_metrics(generation, detailed=self._detail == "detailed")
         return response
@@ -137,12 +137,12 @@ def _is_cut(generation: Generation) -> bool:
     return generation.outputs[0].finish_reason is FinishReason.LENGTH
 
 
-def _usage(generation: Generation) -> dict[str, Any]:
+def _usage(generation: Generation, reasoning_tokens: int) -> dict[str, Any]:
     return {
         "input_tokens": generation.prompt_tokens,
         "input_tokens_details": {"cached_tokens": generation.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": generation.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": generation.prompt_tokens + generation.completion_tokens,
     }
 

@@ -27,28 +27,19 @@ def chat_tools(tools: list[Any]) -> list[dict[str, Any]]:
     return converted
 
 
-def chat_tool_choice(choice: object, tools: list[dict[str, Any]]) -> tuple[object, list[dict[str, Any]]]:
-    """Return a chat's tool choice, and which of its tools the model sees."""
+def chat_tool_choice(choice: object) -> object:
+    """Return a chat's tool choice."""
     if choice is None or isinstance(choice, str):
-        return choice, tools
+        return choice
     match kind := member(choice, "type", "tool_choice"):
         case "function":
-            return {"type": "function", "function": {"name": member(choice, "name", "tool_choice")}}, tools
+            return {"type": "function", "function": {"name": member(choice, "name", "tool_choice")}}
         case "allowed_tools":
-            assert isinstance(choice, dict)
-            names = _allowed_names(choice.get("tools"))
-            return member(choice, "mode", "tool_choice"), [
-                tool for tool in tools if tool["function"].get("name") in names
-            ]
+            allowed = {name: value for name, value in choice.items() if name != "type"}  # type: ignore[attr-defined]
+            return {"type": "allowed_tools", "allowed_tools": allowed}
         case _:
             raise InvalidRequestError(
                 f"tool_choice of type {kind[:64]!r} is not supported; this server takes auto, none, required, a "
                 "function and allowed_tools",
                 field="tool_choice.type",
             )
-
-
-def _allowed_names(tools: object) -> set[str]:
-    if not isinstance(tools, list) or not tools:
-        raise InvalidRequestError("tool_choice.tools must be a list of functions", field="tool_choice.tools")
-    return {member(tool, "name", f"tool_choice.tools.{number}") for number, tool in enumerate(tools)}

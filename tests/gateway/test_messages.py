@@ -62,6 +62,7 @@ async def test_a_text_gets_a_whole_message(stack: Stack) -> None:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 1,
+            "output_tokens_details": {"thinking_tokens": 0},
         },
     }
 
@@ -93,6 +94,7 @@ async def test_a_stream_has_anthropics_events_in_order(stack: Stack) -> None:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 2,
         "output_tokens": len(stack.ids("hello world")),
+        "output_tokens_details": {"thinking_tokens": 0},
     }
 
 
