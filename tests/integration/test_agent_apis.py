@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tests.integration.stack import ROOT, Stack, running
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 DEMO = ROOT / "models" / "demo" / "target"
 MODEL = "demo"
 QUESTION = "Write a function that adds two numbers."
