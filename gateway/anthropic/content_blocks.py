@@ -21,8 +21,8 @@ class ContentBlocks:
         self.blocks: list[dict[str, Any]] = []
         self._shows_thinking = shows_thinking
         self._is_open = False
-        # A tool use's input so far, as JSON text.
-        self._input = ""
+        # The open block's text, or its input as JSON text; ``close`` joins them.
+        self._texts: list[str] = []
         # The events of the open block's next part, up to the part.
         self._delta_head = b""
 
@@ -38,12 +38,10 @@ class ContentBlocks:
                 block: dict[str, Any] = {"type": "thinking", "thinking": "", "signature": ""}
                 events += self._open(block, "thinking_delta", "thinking")
             if self._shows_thinking:
-                self.blocks[-1]["thinking"] += pieces.reasoning
                 events += self._delta(pieces.reasoning)
         if pieces.content:
             if not self._is_in("text"):
                 events += self._open({"type": "text", "text": ""}, "text_delta", "text")
-            self.blocks[-1]["text"] += pieces.content
             events += self._delta(pieces.content)
         for delta in pieces.tool_calls:
             events += self._add_call(delta)
@@ -54,10 +52,12 @@ class ContentBlocks:
         if not self._is_open:
             return b""
         self._is_open = False
-        block, events = self.blocks[-1], b""
+        block, text, events = self.blocks[-1], "".join(self._texts), b""
         if block["type"] == "tool_use":
-            block["input"] = _input(self._input)
-        elif block["type"] == "thinking":
+            block["input"] = _input(text)
+        else:
+            block[block["type"]] = text
+        if block["type"] == "thinking":
             # Clients wait for a signature, with which Anthropic recognizes its own thinking.
             events = self._event("content_block_delta", {"delta": {"type": "signature_delta", "signature": ""}})
         return events + self._event("content_block_stop", {})
@@ -67,9 +67,7 @@ class ContentBlocks:
         if delta.id is not None:
             block: dict[str, Any] = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
             events = self._open(block, "input_json_delta", "partial_json")
-            self._input = ""
         if delta.arguments:
-            self._input += delta.arguments
             events += self._delta(delta.arguments)
         return events
 
@@ -79,6 +77,7 @@ class ContentBlocks:
     def _open(self, block: dict[str, Any], delta_type: str, member: str) -> bytes:
         events = self.close()
         self._is_open = True
+        self._texts = []
         self.blocks.append(block)
         self._delta_head = (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
@@ -86,6 +85,7 @@ class ContentBlocks:
         return events + self._event("content_block_start", {"content_block": block})
 
     def _delta(self, text: str) -> bytes:
+        self._texts.append(text)
         return b"%b%b}}%b" % (self._delta_head, orjson.dumps(text), EVENT_END)
 
     def _event(self, kind: str, members: dict[str, Any]) -> bytes:

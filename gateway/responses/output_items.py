@@ -23,6 +23,8 @@ class OutputItems:
         self.items: list[dict[str, Any]] = []
         self._events = events
         self._is_open = False
+        # The open item's text or arguments so far; ``close`` joins them.
+        self._texts: list[str] = []
         # The events of the open item's next part, up to the part.
         self._delta_head = b""
 
@@ -49,12 +51,15 @@ class OutputItems:
         self._is_open = False
         item = self.items[-1]
         item["status"] = status
+        text = "".join(self._texts)
         if item["type"] == "function_call":
-            members = {"item_id": item["id"], "output_index": self._index, "arguments": item["arguments"]}
+            item["arguments"] = text
+            members = {"item_id": item["id"], "output_index": self._index, "arguments": text}
             events = self._events.write("response.function_call_arguments.done", members)
         else:
             (part,) = item["content"]
-            done = {"text": part["text"]} | ({"logprobs": part["logprobs"]} if "logprobs" in part else {})
+            part["text"] = text
+            done = {"text": text} | ({"logprobs": part["logprobs"]} if "logprobs" in part else {})
             events = self._events.write(f"response.{part['type']}.done", {**self._place, **done})
             events += self._events.write("response.content_part.done", {**self._place, "part": part})
         return events + self._events.write("response.output_item.done", {"output_index": self._index, "item": item})
@@ -74,18 +79,16 @@ class OutputItems:
             events = self._open({"id": new_id("msg", "_"), "type": "message", "role": "assistant", "content": []})
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             events += self._open_part(part)
-        part = self.items[-1]["content"][0]
-        part["text"] += text
-        part["logprobs"] += logprobs
-        shown = b',"logprobs":%b' % (orjson.dumps(logprobs) if logprobs else b"[]")
-        return events + self._delta(text, shown)
+        if not logprobs:
+            return events + self._delta(text, b',"logprobs":[]')
+        self.items[-1]["content"][0]["logprobs"] += logprobs
+        return events + self._delta(text, b',"logprobs":%b' % orjson.dumps(logprobs))
 
     def _add_reasoning(self, text: str) -> bytes:
         events = b""
         if not self._is_in("reasoning"):
             events = self._open({"id": new_id("rs", "_"), "type": "reasoning", "summary": [], "content": []})
             events += self._open_part({"type": "reasoning_text", "text": ""})
-        self.items[-1]["content"][0]["text"] += text
         return events + self._delta(text)
 
     def _add_call(self, delta: ToolCallDelta) -> bytes:
@@ -96,7 +99,6 @@ class OutputItems:
             members = {"item_id": self.items[-1]["id"], "output_index": self._index}
             self._delta_head = self._events.head("response.function_call_arguments.delta", members)
         if delta.arguments:
-            self.items[-1]["arguments"] += delta.arguments
             events += self._delta(delta.arguments)
         return events
 
@@ -106,6 +108,7 @@ class OutputItems:
     def _open(self, item: dict[str, Any]) -> bytes:
         events = self.close()
         self._is_open = True
+        self._texts = []
         self.items.append({**item, "status": "in_progress"})
         members = {"output_index": self._index, "item": self.items[-1]}
         return events + self._events.write("response.output_item.added", members)
@@ -117,4 +120,5 @@ class OutputItems:
         return events
 
     def _delta(self, text: str, more: bytes = b"") -> bytes:
+        self._texts.append(text)
         return b'%b%b,"delta":%b%b' % (self._delta_head, more, orjson.dumps(text), self._events.end())

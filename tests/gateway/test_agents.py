@@ -11,11 +11,13 @@ import anthropic
 import openai
 import pytest
 
+from gateway import generation
 from gateway.config import GatewaySettings
 from gateway.tokenizer import Tokenizer
 from tests.gateway import test_messages, test_responses
 from tests.gateway.conftest import MODEL, Stack, run_stack, train_tokenizer
-from tests.gateway.scripted_verifier import LENGTH, STOP, steps
+from tests.gateway.deployment import deployment, silent
+from tests.gateway.scripted_verifier import LENGTH, STOP, Player, steps
 
 pytestmark = pytest.mark.anyio
 
@@ -296,3 +298,41 @@ async def test_all_apis_render_one_prompt_and_show_one_text(agents: Stack) -> No
     ]
     thinking, text = message.json()["content"]
     assert (thinking["thinking"], text["text"]) == (said["reasoning_content"], said["content"])
+
+
+@pytest.mark.parametrize("url", [test_responses.URL, test_messages.URL])
+async def test_a_client_that_leaves_a_stream_frees_its_sequence(agents: Stack, url: str) -> None:
+    async def play(player: Player) -> None:
+        player.tokens(agents.ids("hello"))
+        await player.aborted.wait()
+
+    agents.verifier.script = play
+    body = {"stream": True, "input": "hi"} if url == test_responses.URL else {"stream": True, "max_tokens": 9}
+    body |= {"messages": [HI]} if url == test_messages.URL else {}
+    async with agents.http.stream("POST", url, json=body) as answer:
+        async for part in answer.aiter_text():
+            if "hello" in part:
+                break
+    await agents.verifier.until(lambda: len(agents.verifier.aborts) == 1)
+
+
+async def test_pings_keep_a_message_open_while_it_waits_for_a_verifier(
+    settings: GatewaySettings, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "WAITING_NEWS_S", 0.01)
+    async with deployment(settings, tokenizer) as running:
+        await running.start(silent)
+        body = {"max_tokens": 9, "messages": [HI], "stream": True}
+        answer = await running.http.send(running.http.build_request("POST", test_messages.URL, json=body), stream=True)
+        parts, text = answer.aiter_text(), ""
+        while "text_delta" not in text:
+            text += await anext(parts)
+        await running.kill()
+        while text.count("event: ping\n") < 4:
+            text += await anext(parts)
+        await running.start(steps([67], reason=STOP))
+        text += "".join([part async for part in parts])
+    found = test_messages.events(text)
+    said = [event["delta"]["text"] for event in found if event["type"] == "content_block_delta"]
+    assert "".join(said) == tokenizer.decode([65, 66, 67])
+    assert [event["type"] for event in found[-2:]] == ["message_delta", "message_stop"]
