@@ -90,3 +90,48 @@ async def test_structured_output_follows_its_schema(
     )
     assert isinstance(parsed.output_parsed, Answer)
     assert message.parsed_output == parsed.output_parsed
+
+
+@pytest.mark.parametrize("speculative", [{}, PLAIN])
+async def test_a_forced_call_has_one_set_of_arguments(
+    openai_client: openai.AsyncOpenAI, anthropic_client: anthropic.AsyncAnthropic, speculative: dict[str, Any]
+) -> None:
+    turn: Any = [{"role": "user", "content": QUESTION}]
+    schema = Answer.model_json_schema()
+    function: Any = {"name": "answer", "description": "Takes the answer.", "parameters": schema}
+    extra = {"temperature": 0, **speculative}
+    chat = await openai_client.chat.completions.create(
+        model=MODEL,
+        messages=turn,
+        tools=[{"type": "function", "function": function}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        extra_body=extra,
+    )
+    (call,) = chat.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    expected = Answer.model_validate_json(call.function.arguments)
+
+    response = await openai_client.responses.create(
+        model=MODEL,
+        input=QUESTION,
+        tools=[{"type": "function", "strict": None, **function}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        extra_body=extra,
+    )
+    (item,) = response.output
+    assert item.type == "function_call" and item.arguments == call.function.arguments
+
+    async with anthropic_client.messages.stream(
+        model=MODEL,
+        max_tokens=500,
+        messages=turn,
+        tools=[{"name": "answer", "description": "Takes the answer.", "input_schema": schema}],
+        tool_choice={"type": "tool", "name": "answer", "disable_parallel_tool_use": True},
+        extra_body=extra,
+    ) as stream:
+        message = await stream.get_final_message()
+    (block,) = message.content
+    assert block.type == "tool_use" and Answer.model_validate(block.input) == expected
+    assert message.stop_reason == "tool_use"
