@@ -80,6 +80,10 @@ DRAFTER_CHOICES = ("auto", "merge")
 MAX_CHAT_MESSAGES = 1024
 # Parts of the content of one message or prediction.
 MAX_CONTENT_PARTS = 1024
+# What a client may attach to a response, with OpenAI's limits.
+MAX_METADATA_PAIRS = 16
+MAX_METADATA_KEY_CHARS = 64
+MAX_METADATA_VALUE_CHARS = 512
 # Functions that one request offers, and the length of their names and descriptions.
 MAX_TOOLS = 128
 MAX_TOOL_NAME_CHARS = 64

@@ -14,7 +14,9 @@ from starlette.requests import ClientDisconnect
 import foretoken
 from foretoken import telemetry
 from foretoken.errors import ForetokenError
-from gateway import http
+from gateway import error_shapes, http
+from gateway.anthropic.api import anthropic_router
+from gateway.anthropic.body import CountTokensFields, MessagesFields
 from gateway.bodies import BodyMiddleware
 from gateway.callers import CallerCheck, CallerMiddleware
 from gateway.core import GatewayCore
@@ -24,6 +26,8 @@ from gateway.generate_api import generate_router
 from gateway.messages import VerifierInfo
 from gateway.openai_api import openai_router
 from gateway.openai_request import ChatFields, CompletionFields
+from gateway.responses.api import responses_router
+from gateway.responses.body import ResponsesFields
 from gateway.tokenize_api import tokenize_router
 
 
@@ -31,6 +35,8 @@ def create_app(core: GatewayCore) -> FastAPI:
     """Return the ASGI application of one gateway."""
     app = FastAPI(title="foretoken", version=foretoken.__version__, redoc_url=None)
     app.include_router(openai_router(core))
+    app.include_router(responses_router(core))
+    app.include_router(anthropic_router(core))
     app.include_router(generate_router(core))
     app.include_router(tokenize_router(core))
     if core.admin_key is not None:
@@ -121,7 +127,7 @@ def _add_error_handlers(app: FastAPI, core: GatewayCore) -> None:
     @app.exception_handler(ForetokenError)
     async def foretoken_error(request: Request, error: ForetokenError) -> Response:
         _reject(core, request, error)
-        return http.error_response(error)
+        return error_shapes.error_response(request.url.path, error)
 
     @app.exception_handler(ClientDisconnect)
     async def client_gone(request: Request, error: ClientDisconnect) -> Response:
@@ -132,13 +138,13 @@ def _add_error_handlers(app: FastAPI, core: GatewayCore) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         """Answer the routing's errors: unknown path, wrong method."""
-        value = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
-        return http.json_response({"error": value}, status=error.status_code, headers=dict(error.headers or {}))
+        headers = dict(error.headers or {})
+        return error_shapes.status_response(request.url.path, error.status_code, str(error.detail), headers)
 
     @app.exception_handler(Exception)
     async def unexpected_error(request: Request, error: Exception) -> Response:
         """Hide an internal error from the client; the server logs it with its stack."""
-        return http.error_response(ForetokenError("internal error"))
+        return error_shapes.error_response(request.url.path, ForetokenError("internal error"))
 
 
 def _add_schemas(app: FastAPI) -> None:
@@ -148,7 +154,8 @@ def _add_schemas(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         document = generate()
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        schemas.update(http.component_schemas(CompletionFields, ChatFields))
+        kinds = (CompletionFields, ChatFields, ResponsesFields, MessagesFields, CountTokensFields)
+        schemas.update(http.component_schemas(*kinds))
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foretoken.errors import ForetokenError
-from gateway import http
+from gateway import error_shapes
 from gateway.config import ANY
 from gateway.http import ForeignHostError, ForeignOriginError, HostHeaderError
 
@@ -76,7 +76,7 @@ class CallerMiddleware:
             self._check(request.headers)
         except ForetokenError as error:
             self._reject(request, error)
-            await http.error_response(error)(scope, receive, send)
+            await error_shapes.error_response(request.url.path, error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

@@ -150,6 +150,20 @@ class GatewayCore:
 
         return encode() if len(text) <= SHORT_TEXT_CHARS else await self.in_text_thread(encode)
 
+    async def tokenize(self, text: str, *, field: str, add_special_tokens: bool = False) -> tuple[int, ...]:
+        """Return the token ids of a text that may be longer than the context.
+
+        Raises InvalidRequestError naming ``field`` for a text that can never fit.
+        """
+        max_model_len = (await self.info()).max_model_len
+
+        def check(num_tokens: int, /, *, at_least: bool = False) -> None:
+            if at_least:
+                limits.check_prompt_length(field, num_tokens, max_model_len, at_least=True)
+            limits.check_tokens(field, num_tokens, limits.MAX_TOKENIZED_IDS)
+
+        return await self.token_ids(text, check, field=field, add_special_tokens=add_special_tokens)
+
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of token ids."""
         decode = functools.partial(self.tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)

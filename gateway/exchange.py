@@ -13,12 +13,8 @@ from foretoken.errors import ForetokenError
 from gateway.bodies import hold_of
 from gateway.core import GatewayCore
 from gateway.generation import ClientGoneError, Delta, Generation, GenerationRequest
-from gateway.http import error_object
 from gateway.http_protocol import direct_connection
-from gateway.openai_response import DONE, ReplyFormat, event
-
-# A comment of server-sent events: it keeps connections open, and clients ignore it.
-KEEP_ALIVE = b": waiting for a verifier\n\n"
+from gateway.reply_format import ReplyFormat
 
 
 class Exchange(Response):
@@ -87,17 +83,19 @@ class Exchange(Response):
                 if generation.done:
                     break
                 deltas = await generation.wait(reader)
-                parts = [] if deltas else [KEEP_ALIVE]
+                parts = [] if deltas else [self._reply.keep_alive]
             await self._send(send, self._reply.last(generation), more=False)
             generation.check_client()
         except ClientGoneError:
             raise
         except Exception as error:
-            await self._send(send, _error_event(error), more=False)
+            known = error if isinstance(error, ForetokenError) else ForetokenError("internal error")
+            await self._send(send, self._reply.failed(generation, known), more=False)
             raise
 
     async def _start(self, send: Send, content_type: bytes, content_length: int | None = None) -> None:
-        headers = [(b"content-type", content_type), (b"x-request-id", (self._client_id or self._request.id).encode())]
+        name = (self._client_id or self._request.id).encode()
+        headers = [(b"content-type", content_type), (self._reply.request_id_header, name)]
         if content_length is None:
             # Proxies must not buffer events.
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -131,12 +129,6 @@ class _StepWriter:
         if events:
             assert self._connection is not None
             self._connection.write_part(events)
-
-
-def _error_event(error: Exception) -> bytes:
-    """Return the events that end a stream after an error."""
-    known = error if isinstance(error, ForetokenError) else ForetokenError("internal error")
-    return event(error_object(known)) + DONE
 
 
 @contextlib.asynccontextmanager

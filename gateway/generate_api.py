@@ -28,7 +28,7 @@ from gateway.fields import (
 )
 from gateway.generation import Delta, Generation, GenerationRequest, Output, Prompt
 from gateway.grammar import checked, schema_grammar, the_one
-from gateway.openai_response import DONE, event
+from gateway.reply_format import ReplyFormat, event
 from gateway.tokenizer import Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -81,7 +81,7 @@ class GenerateFields(Fields):
     speculative: SpeculativeFields = SpeculativeFields()
 
 
-class SglangFormat:
+class SglangFormat(ReplyFormat):
     """Writes one object, or a list for several prompts or choices.
 
     Streamed objects are cumulative, as in SGLang.
@@ -99,15 +99,9 @@ class SglangFormat:
         answers = [self._answer(generation, delta) for delta in deltas]
         return orjson.dumps(answers if self._many else answers[0])
 
-    def first(self, generation: Generation) -> bytes:
-        return b""
-
     def chunk(self, generation: Generation, delta: Delta) -> bytes:
         answer = self._answer(generation, delta)
         return event({**answer, "index": delta.index} if self._many else answer)
-
-    def last(self, generation: Generation) -> bytes:
-        return DONE
 
     def _answer(self, generation: Generation, delta: Delta) -> dict[str, Any]:
         output = generation.outputs[delta.index]

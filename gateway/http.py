@@ -177,9 +177,9 @@ def _content_length(request: Request) -> int:
     return int(text) if text.isdigit() and len(text) < 20 else 0
 
 
-def new_id(prefix: str) -> str:
+def new_id(prefix: str, separator: str = "-") -> str:
     """Return a new id for one answer."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}{separator}{uuid.uuid4().hex}"
 
 
 def client_id(request: Request) -> str:
@@ -231,8 +231,8 @@ def _code(kind: type[ForetokenError], error: ForetokenError) -> str | None:
     return _CODES.get(kind)
 
 
-def error_response(error: ForetokenError) -> Response:
-    """Return the error object with its HTTP status and headers for retries."""
+def error_headers(error: ForetokenError) -> dict[str, str]:
+    """Return the headers of an error, such as those for retries."""
     headers = {}
     if isinstance(error, QueueFullError | UnavailableError):
         headers["retry-after"] = str(RETRY_AFTER_S)
@@ -243,7 +243,12 @@ def error_response(error: ForetokenError) -> Response:
         headers["connection"] = "close"
     if isinstance(error, UnauthenticatedError):
         headers["www-authenticate"] = "Bearer"
-    return json_response(error_object(error), status=error.http_status, headers=headers)
+    return headers
+
+
+def error_response(error: ForetokenError) -> Response:
+    """Return the error object with its HTTP status and headers for retries."""
+    return json_response(error_object(error), status=error.http_status, headers=error_headers(error))
 
 
 def json_response(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:

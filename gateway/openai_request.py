@@ -59,18 +59,9 @@ class StreamOptions(Fields):
     include_obfuscation: bool = False
 
 
-class GenerationFields(GrammarFields):
-    """Fields of both endpoints. Ranges: foretoken/limits.py."""
+class SharedFields(Fields):
+    """Fields of every API of texts and chats, as its own or as extensions. Ranges: foretoken/limits.py."""
 
-    model: str | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    n: int = 1
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    stop: Any = Field(None, description="A string, or a list of at most 4 strings.")
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -86,8 +77,23 @@ class GenerationFields(GrammarFields):
     skip_special_tokens: bool = True
     cache_salt: str | None = None
     prediction: PredictionFields | None = None
-    # Our extensions.
+    # Our extension.
     speculative: SpeculativeFields = SpeculativeFields()
+
+
+class GenerationFields(GrammarFields, SharedFields):
+    """Fields of both endpoints. Ranges: foretoken/limits.py."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    n: int = 1
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    stop: Any = Field(None, description="A string, or a list of at most 4 strings.")
+    # Our extension.
     return_token_sources: bool = Field(
         False,
         description="Each choice carries token_ids, token_texts and token_sources (0: target, k: drafter k).",

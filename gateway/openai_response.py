@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Any, Literal, Protocol
+from abc import abstractmethod
+from typing import Any, Literal
 
 import orjson
 
@@ -14,39 +14,13 @@ from gateway.figures import generation_metrics
 from gateway.generation import Delta, Generation, Output
 from gateway.logprobs import CompletionLogprobs, chat_logprobs
 from gateway.openai_request import GenerationOptions
+from gateway.reply_format import DONE, EVENT, EVENT_END, ReplyFormat, event
 from gateway.tokenizer import Tokenizer
 
-DONE = b"data: [DONE]\n\n"
-_EVENT, _EVENT_END = b"data: ", b"\n\n"
 MetricsDetail = Literal["none", "summary", "detailed"]
 
 
-class ReplyFormat(Protocol):
-    """Writes the answer to one request in an API's shape."""
-
-    def whole(self, generation: Generation, deltas: list[Delta]) -> bytes:
-        """Return the body, from one delta per output."""
-        ...
-
-    def first(self, generation: Generation) -> bytes:
-        """Return the events before any delta; may be empty."""
-        ...
-
-    def chunk(self, generation: Generation, delta: Delta) -> bytes:
-        """Return the events for one delta; empty if it shows nothing."""
-        ...
-
-    def last(self, generation: Generation) -> bytes:
-        """Return the events after all deltas."""
-        ...
-
-
-def event(value: dict[str, Any]) -> bytes:
-    """Return one server-sent event."""
-    return _EVENT + orjson.dumps(value) + _EVENT_END
-
-
-class OpenAiFormat(ABC):
+class OpenAiFormat(ReplyFormat):
     """Writes what chats and completions share: envelope, usage and metrics.
 
     A chunk is put together from bytes, because a busy server writes tens of thousands a second:
@@ -81,9 +55,6 @@ class OpenAiFormat(ABC):
         body = {**self._envelope(generation, self.whole_object), "choices": choices, "usage": _usage(generation)}
         return orjson.dumps(self._with_metrics(body, generation))
 
-    def first(self, generation: Generation) -> bytes:
-        return b""
-
     def chunk(self, generation: Generation, delta: Delta) -> bytes:
         output = generation.outputs[delta.index]
         shows_tokens = bool(delta.token_ids) and (self._options.return_token_sources or bool(delta.logprobs))
@@ -104,7 +75,7 @@ class OpenAiFormat(ABC):
             parts.append(b',"usage":null' if usage is None else b"," + _members({"usage": usage}))
         elif delta.finished and (metrics := self._with_metrics({}, generation)):
             parts += (b",", _members(metrics))
-        parts += (b"}", _EVENT_END)
+        parts += (b"}", EVENT_END)
         return b"".join(parts)
 
     def last(self, generation: Generation) -> bytes:
@@ -131,7 +102,7 @@ class OpenAiFormat(ABC):
 
     def _chunk_head(self, generation: Generation, index: int) -> bytes:
         envelope = _members(self._envelope(generation, self.chunk_object))
-        head = self._chunk_heads[index] = b'%b{%b,"choices":[{"index":%d,' % (_EVENT, envelope, index)
+        head = self._chunk_heads[index] = b'%b{%b,"choices":[{"index":%d,' % (EVENT, envelope, index)
         return head
 
     def _envelope(self, generation: Generation, kind: str) -> dict[str, Any]:

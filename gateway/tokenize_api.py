@@ -11,10 +11,10 @@ from pydantic import Field
 from foretoken import limits
 from foretoken.errors import InvalidRequestError
 from gateway import http
+from gateway.chat.chat_request import chat_token_ids
 from gateway.core import GatewayCore
 from gateway.fields import Fields, is_id_list, validate
-from gateway.openai_api import chat_text
-from gateway.openai_request import IGNORED, parse_chat
+from gateway.openai_request import IGNORED
 from gateway.tokenizer import SHORT_TEXT_TOKENS
 
 
@@ -45,14 +45,12 @@ def tokenize_router(core: GatewayCore) -> APIRouter:
         body = await http.read_object(request)
         with_strings = body.get("return_token_strs") is True
         if "messages" in body:
-            chat, options = parse_chat({name: value for name, value in body.items() if name != "return_token_strs"})
-            core.check_model(chat.model)
-            core.chat_forms.check(options.tool_use)
-            ids = await _ids(core, await chat_text(core, chat, options.tool_use), "messages")
+            chat = {name: value for name, value in body.items() if name != "return_token_strs"}
+            ids = await chat_token_ids(core, chat)
         else:
             fields = validate(TokenizeFields, body, ignored=IGNORED)
             core.check_model(fields.model)
-            ids = await _ids(core, fields.prompt, "prompt", add_special_tokens=fields.add_special_tokens)
+            ids = await core.tokenize(fields.prompt, field="prompt", add_special_tokens=fields.add_special_tokens)
         max_model_len = (await core.info()).max_model_len
 
         def answer() -> Response:
@@ -80,15 +78,3 @@ def tokenize_router(core: GatewayCore) -> APIRouter:
         return http.json_response(core.tokenizer.describe())
 
     return router
-
-
-async def _ids(core: GatewayCore, text: str, field: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
-    """Return a text's token ids. Raises InvalidRequestError for a text that can never fit."""
-    max_model_len = (await core.info()).max_model_len
-
-    def check(num_tokens: int, /, *, at_least: bool = False) -> None:
-        if at_least:
-            limits.check_prompt_length(field, num_tokens, max_model_len, at_least=True)
-        limits.check_tokens(field, num_tokens, limits.MAX_TOKENIZED_IDS)
-
-    return await core.token_ids(text, check, field=field, add_special_tokens=add_special_tokens)

@@ -69,6 +69,10 @@ class ReasoningReader:
         # Text that is not decided yet: a mark's beginning, or blanks before one.
         self._text = ""
 
+    @property
+    def is_inside(self) -> bool:
+        return self._is_inside
+
     def feed(self, text: str, *, finished: bool) -> tuple[str, str]:
         """Return the reasoning and the text after it that ``text`` makes certain."""
         self._text += text

@@ -10,6 +10,11 @@ from gateway.chat.pieces import ReplyPieces, ToolCallDelta
 class ReasoningParser(Protocol):
     """Splits one output's text into reasoning and what follows it."""
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the text so far ends in reasoning."""
+        ...
+
     def feed(self, text: str, *, finished: bool) -> tuple[str, str]:
         """Return the reasoning and the text after it that ``text`` makes certain."""
         ...
@@ -39,6 +44,11 @@ class ReplyReader:
         self._tools = tools
         # Whether a tool call has come: then an output that stopped ended for its calls.
         self.has_calls = False
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends in reasoning."""
+        return self._reasoning is not None and self._reasoning.is_inside
 
     def feed(self, text: str, *, finished: bool) -> ReplyPieces:
         """Return what ``text`` adds to the reply; text that may begin a marker waits.

@@ -113,8 +113,10 @@ async def stack(settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path)
         yield running
 
 
-async def run_stack(settings: GatewaySettings, tokenizer: Tokenizer, path: Path) -> AsyncIterator[Stack]:
-    verifier = ScriptedVerifier(tokenizer.vocab_size)
+async def run_stack(
+    settings: GatewaySettings, tokenizer: Tokenizer, path: Path, max_model_len: int = 128
+) -> AsyncIterator[Stack]:
+    verifier = ScriptedVerifier(tokenizer.vocab_size, max_model_len)
     async with serving(verifier, path), Gateway(settings) as gateway:
         await gateway.verifiers.wait_up()
         async with httpx.AsyncClient(

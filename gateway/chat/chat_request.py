@@ -1,0 +1,114 @@
+"""Make the generation that a chat asks for, whichever API it came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from foretoken import limits
+from foretoken.tracing import TraceContext
+from gateway.chat.field_names import FieldNames
+from gateway.chat.tools import ToolUse
+from gateway.core import GatewayCore
+from gateway.generation import GenerationRequest
+from gateway.generation_request import generation_request
+from gateway.openai_request import (
+    ChatFields,
+    GenerationOptions,
+    num_message_chars,
+    parse_chat,
+    template_kwargs,
+    template_messages,
+)
+from gateway.tokenizer import SHORT_TEXT_CHARS
+
+# A template is a program: it may take more than a few milliseconds for more messages.
+SHORT_CHAT_MESSAGES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A checked chat: its generation, and the options with which its answer is written."""
+
+    options: GenerationOptions
+    generation: GenerationRequest
+
+
+async def chat_request(
+    core: GatewayCore,
+    body: dict[str, Any],
+    *,
+    request_id: str,
+    trace: TraceContext | None,
+    names: FieldNames | None = None,
+) -> ChatRequest:
+    """Return the request of a body of POST /v1/chat/completions.
+
+    ``names`` are those of the API that the body was made for. Raises InvalidRequestError naming the
+    field at fault, and NotFoundError for another model.
+    """
+    names = names or FieldNames()
+    with names.in_errors():
+        fields, options = parse_chat(body)
+        core.check_model(fields.model)
+        core.chat_forms.check(options.tool_use)
+        text = await chat_text(core, fields, options.tool_use)
+        options = _with_reply(core, options, text)
+        options = dataclasses.replace(options, grammar_field=names.own(options.grammar_field))
+        prompt = await core.encode(text, field="messages", add_special_tokens=False)
+        generation = await generation_request(core, request_id, (prompt,), options, trace)
+        await core.check(generation, prompt_field="messages")
+    return ChatRequest(options, generation)
+
+
+async def chat_token_ids(core: GatewayCore, body: dict[str, Any], names: FieldNames | None = None) -> tuple[int, ...]:
+    """Return the prompt of a body as ``chat_request`` takes it; it may be longer than the context."""
+    with (names or FieldNames()).in_errors():
+        fields, options = parse_chat(body)
+        core.check_model(fields.model)
+        core.chat_forms.check(options.tool_use)
+        return await core.tokenize(await chat_text(core, fields, options.tool_use), field="messages")
+
+
+async def chat_text(core: GatewayCore, fields: ChatFields, use: ToolUse) -> str:
+    """Return the prompt that the chat template renders. Long messages are rendered in a thread.
+
+    A template may leave text out, so the messages may be longer than the context.
+    """
+    messages = template_messages(fields.messages)
+    num_chars = sum(map(num_message_chars, messages))
+    limits.check_chars("messages", num_chars, limits.MAX_PROMPT_CHARS)
+    tools = [tool.for_template() for tool in use.offered]
+    if tools:
+        num_tool_chars = len(orjson.dumps(tools))
+        limits.check_chars("tools", num_tool_chars, limits.MAX_TOOLS_CHARS)
+        num_chars += num_tool_chars
+    options: dict[str, Any] = {
+        "tools": tools,
+        "add_generation_prompt": fields.add_generation_prompt,
+        "continue_final_message": fields.continue_final_message,
+        "template_kwargs": template_kwargs(fields),
+    }
+    render = functools.partial(core.tokenizer.render_chat, messages, **options)
+    is_short = num_chars <= SHORT_TEXT_CHARS and len(messages) <= SHORT_CHAT_MESSAGES
+    return render() if is_short else await core.in_text_thread(render)
+
+
+def _with_reply(core: GatewayCore, options: GenerationOptions, prompt: str) -> GenerationOptions:
+    """Return a chat's options with how its outputs are written and read."""
+    sampling = options.sampling
+    reply = core.chat_forms.reply(
+        prompt,
+        options.tool_use,
+        sampling.grammar,
+        options.grammar_field,
+        skip_special_tokens=options.skip_special_tokens,
+    )
+    if reply.is_plain:
+        return options
+    sampling = dataclasses.replace(sampling, grammar=reply.grammar)
+    return dataclasses.replace(options, sampling=sampling, grammar_field=reply.grammar_field, reply=reply)

@@ -1,0 +1,34 @@
+"""Make the generation that a body of the chat and completion APIs asks for."""
+
+from __future__ import annotations
+
+from foretoken.tracing import TraceContext
+from gateway.core import GatewayCore
+from gateway.generation import GenerationRequest, Prompt
+from gateway.openai_request import GenerationOptions
+
+
+async def generation_request(
+    core: GatewayCore,
+    request_id: str,
+    prompts: tuple[Prompt, ...],
+    options: GenerationOptions,
+    trace: TraceContext | None,
+) -> GenerationRequest:
+    """Return the generation. Raises InvalidRequestError for a prediction that is too long."""
+    return GenerationRequest(
+        id=request_id,
+        prompts=prompts,
+        sampling=options.sampling,
+        speculation=options.speculation,
+        n=options.n,
+        stop=options.stop,
+        include_stop=options.include_stop,
+        skip_special_tokens=options.skip_special_tokens,
+        kept_special_ids=options.reply.kept_special_ids,
+        cache_salt=options.cache_salt,
+        timeout_ms=core.timeout_ms,
+        trace=trace,
+        grammar_field=options.grammar_field,
+        prediction_ids=await core.encode_prediction(options.prediction, field="prediction.content"),
+    )

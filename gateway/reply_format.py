@@ -1,0 +1,50 @@
+"""What each API's writer of answers does, and the frame of server-sent events."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import orjson
+
+from foretoken.errors import ForetokenError
+from gateway.generation import Delta, Generation
+from gateway.http import error_object
+
+EVENT, EVENT_END = b"data: ", b"\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class ReplyFormat(ABC):
+    """Writes the answer to one request in an API's shape."""
+
+    # Sent while a generation waits for a verifier: it keeps connections open, and clients ignore it.
+    keep_alive: bytes = b": waiting for a verifier\n\n"
+
+    # The header with the client's name for the request, or else ours.
+    request_id_header: bytes = b"x-request-id"
+
+    @abstractmethod
+    def whole(self, generation: Generation, deltas: list[Delta]) -> bytes:
+        """Return the body, from one delta per output."""
+
+    def first(self, generation: Generation) -> bytes:
+        """Return the events before any delta; may be empty."""
+        return b""
+
+    @abstractmethod
+    def chunk(self, generation: Generation, delta: Delta) -> bytes:
+        """Return the events for one delta; empty if it shows nothing."""
+
+    def last(self, generation: Generation) -> bytes:
+        """Return the events after all deltas."""
+        return DONE
+
+    def failed(self, generation: Generation, error: ForetokenError) -> bytes:
+        """Return the events that end a stream after an error."""
+        return event(error_object(error)) + DONE
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """Return one server-sent event."""
+    return EVENT + orjson.dumps(value) + EVENT_END
