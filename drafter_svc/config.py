@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, Field, create_model, model_validator
 
 from drafter_svc.algorithms import ALGORITHMS, algorithm_names, all_keys, find_algorithm
-from foretoken.common_settings import ComputeSettings, ListenAddress
+from foretoken.common_settings import ComputeSettings, ListenerSettings
 from foretoken.config import Flag, flag_of
 from foretoken.drafter_names import DrafterName
 
@@ -36,13 +36,12 @@ def with_options(kind: type[Kind]) -> type[Kind]:
 
 
 @with_options
-class DrafterSettings(ComputeSettings):
+class DrafterSettings(ComputeSettings, ListenerSettings):
     """Settings of one drafter process."""
 
     name: Annotated[DrafterName, Flag(leads=True)] = Field(
         default="ngram", description="Name of this drafter in requests and metrics."
     )
-    address: ListenAddress
     algorithm: Annotated[AlgorithmName, Flag(choices=algorithm_names())] = Field(
         default="NGRAM", description="How it drafts."
     )

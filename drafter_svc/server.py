@@ -16,6 +16,7 @@ from drafter_svc.service import SERVICE_NAME, DrafterService
 from drafter_svc.thread import DrafterThread
 from foretoken import rpc
 from foretoken.drafter import Drafter
+from foretoken.links import check_listener, read_credentials
 from protos import drafter_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -44,11 +45,13 @@ async def serve(settings: DrafterSettings, make: Callable[[], Drafter], spin_us:
     ``spin_us``: microseconds to watch for the next request before the thread blocks; None:
     ``default_spin_us``.
     """
+    credentials = read_credentials(settings)
+    check_listener(settings.address, credentials, is_insecure=settings.insecure_links)
     with rpc.stop_signals() as stop:
-        server = rpc.async_server()
+        server = rpc.link_server(settings.address, credentials)
         health = rpc.Health(server, (SERVICE_NAME,))
         await health.mark(False)
-        rpc.bind(server, settings.address)
+        rpc.bind(server, settings.address, credentials)
         thread = DrafterThread(make, spin_us)
         try:
             drafter_pb2_grpc.add_DrafterServiceServicer_to_server(DrafterService(settings.name, thread), server)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from foretoken.address import Address
 from foretoken.config import Flag, Settings
@@ -16,7 +16,41 @@ ListenAddress = Annotated[
 ]
 
 
-class ServedModelSettings(Settings):
+class LinkSettings(Settings):
+    """Settings of every service that calls others, or is called, over TCP."""
+
+    link_token_file: Annotated[Path | None, Flag(metavar="PATH", env="FORETOKEN_LINK_TOKEN_FILE", unset="none")] = (
+        Field(default=None, description="File with the token that services show each other over TCP.")
+    )
+    link_certfile: Annotated[Path | None, Flag(metavar="PATH", unset="no TLS")] = Field(
+        default=None, description="Certificate chain (PEM) that this service shows its peers over TCP."
+    )
+    link_keyfile: Annotated[Path | None, Flag(metavar="PATH", unset="no TLS")] = Field(
+        default=None, description="Private key (PEM) of --link-certfile."
+    )
+    link_ca: Annotated[Path | None, Flag(metavar="PATH", unset="no TLS")] = Field(
+        default=None, description="Certificate (PEM) of the authority that signs the certificates of all peers."
+    )
+
+    @model_validator(mode="after")
+    def _certificates_are_complete(self) -> Self:
+        given = [self.link_certfile, self.link_keyfile, self.link_ca]
+        if any(given) and not all(given):
+            raise ValueError("--link-certfile, --link-keyfile and --link-ca belong together: give all three")
+        return self
+
+
+class ListenerSettings(LinkSettings):
+    """Settings of verifiers and drafters: where they listen for their peers."""
+
+    address: ListenAddress
+    insecure_links: bool = Field(
+        default=False,
+        description="Listen for other machines without a token or certificates. Operators' calls stay refused.",
+    )
+
+
+class ServedModelSettings(LinkSettings):
     """Settings of gateways and verifiers."""
 
     model: Annotated[Path, Flag("MODEL")] = Field(description="Folder or hub id of the checkpoint.")

@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from foretoken import liveness, rpc
+from foretoken.links import NO_CREDENTIALS, LinkCredentials
 
 PROBE_TIMEOUT_S = 1.0
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
@@ -24,10 +25,11 @@ class GrpcProbe:
     It keeps its channel while it gets answers.
     """
 
-    def __init__(self, address: str, service: str) -> None:
+    def __init__(self, address: str, service: str, credentials: LinkCredentials = NO_CREDENTIALS) -> None:
         """``service``: the name whose status is readiness; the empty name's status is liveness."""
         self._address = address
         self._service = service
+        self._credentials = credentials
         self._channel: grpc.aio.Channel | None = None
 
     async def is_ready(self) -> bool:
@@ -44,7 +46,7 @@ class GrpcProbe:
 
     async def _serving(self, service: str) -> bool:
         if self._channel is None:
-            self._channel = rpc.async_channel(self._address)
+            self._channel = rpc.async_channel(self._address, self._credentials)
         stub: Any = health_pb2_grpc.HealthStub(self._channel)
         try:
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=PROBE_TIMEOUT_S)

@@ -22,10 +22,11 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from foretoken import tracing
+from foretoken import links, tracing
 from foretoken.address import UNIX_PREFIX
 from foretoken.errors import ConfigError, ForetokenError, InvalidRequestError, error_from_code
 from foretoken.limits import MAX_BODY_BYTES
+from foretoken.links import NO_CREDENTIALS, LinkCredentials
 from foretoken.tracing import TraceContext
 
 logger = logging.getLogger(__name__)
@@ -73,14 +74,28 @@ def unix_path(address: str) -> Path | None:
     return Path(address.removeprefix(UNIX_PREFIX)) if address.startswith(UNIX_PREFIX) else None
 
 
-def async_channel(address: str) -> grpc.aio.Channel:
+def async_channel(address: str, credentials: LinkCredentials = NO_CREDENTIALS) -> grpc.aio.Channel:
     """Return a channel for asyncio code. It connects on first use and reconnects by itself."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    tls = links.channel_credentials(address, credentials)
+    channel = (
+        grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        if tls is None
+        else grpc.aio.secure_channel(address, tls, options=CHANNEL_OPTIONS)
+    )
+    links.show_token(channel, address, credentials)
+    return channel
 
 
-def sync_channel(address: str) -> grpc.Channel:
+def sync_channel(address: str, credentials: LinkCredentials = NO_CREDENTIALS) -> grpc.Channel:
     """Return a channel for threads. It connects on first use and reconnects by itself."""
-    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    tls = links.channel_credentials(address, credentials)
+    channel = (
+        grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        if tls is None
+        else grpc.secure_channel(address, tls, options=CHANNEL_OPTIONS)
+    )
+    links.show_token(channel, address, credentials)
+    return channel
 
 
 def async_server(
@@ -98,7 +113,15 @@ def async_server(
     return grpc.aio.server(options=tuple(all_options.items()), interceptors=(*interceptors, ErrorInterceptor()))
 
 
-def bind(server: grpc.aio.Server, address: str) -> int:
+def link_server(address: str, credentials: LinkCredentials) -> grpc.aio.Server:
+    """Return a server for peers at ``address``, as ``async_server``; it refuses strangers' calls.
+
+    Bind it with the same arguments.
+    """
+    return async_server(interceptors=links.server_interceptors(address, credentials))
+
+
+def bind(server: grpc.aio.Server, address: str, credentials: LinkCredentials = NO_CREDENTIALS) -> int:
     """Bind ``unix:/path`` or host:port; return the port (0 for a socket file, of mode 0600).
 
     Replaces a socket file that nobody listens on. Raises ConfigError if the address is in use or
@@ -110,7 +133,8 @@ def bind(server: grpc.aio.Server, address: str) -> int:
             raise ConfigError(f"cannot listen on {address}: there is no folder {path.parent}")
         remove_stale_socket(path)
     try:
-        port = server.add_insecure_port(address)
+        tls = links.server_credentials(address, credentials)
+        port = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}: it is in use or not this machine's") from error
     if path is None:

@@ -18,6 +18,7 @@ import uvloop
 
 from foretoken import liveness, rpc
 from foretoken.errors import ForetokenError
+from foretoken.links import read_credentials
 from foretoken.telemetry import render
 from foretoken.tracing import make_tracer
 from gateway import grpc_bodies
@@ -83,6 +84,7 @@ class Gateway:
                 resume_attempts=settings.resume_attempts,
                 wait_s=settings.verifier_wait_s,
                 on_change=lambda is_ready: self._health.mark(is_ready),
+                credentials=read_credentials(settings),
             )
             self.core = GatewayCore(settings, tokenizer, self.verifiers, tracer, settings.admin_key())
             stack.callback(self.core.metrics.close)

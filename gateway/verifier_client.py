@@ -15,6 +15,7 @@ import grpc
 
 from foretoken import rpc
 from foretoken.errors import UnavailableError
+from foretoken.links import NO_CREDENTIALS, LinkCredentials
 from gateway import verifier_wire
 from gateway.messages import SequenceSink, SequenceSpec, VerifierInfo
 from gateway.sequence_routes import UNAVAILABLE, SequenceRoutes
@@ -42,6 +43,7 @@ class VerifierClient:
         *,
         on_change: Callable[[], Awaitable[None]] | None = None,
         silence_limit_s: float = SILENCE_LIMIT_S,
+        credentials: LinkCredentials = NO_CREDENTIALS,
     ) -> None:
         """``on_change`` is awaited each time ``is_up`` or ``awaits_drafters`` changes."""
         self.address = address
@@ -53,6 +55,7 @@ class VerifierClient:
         self.awaits_drafters = False
         self._on_change = on_change
         self._silence_limit_s = silence_limit_s
+        self._credentials = credentials
         self._routes = SequenceRoutes(self._send_abort)
         self._outgoing: asyncio.Queue[verifier_pb2.SessionRequest] | None = None
         # Any: the generated stub is untyped.
@@ -88,7 +91,7 @@ class VerifierClient:
         while True:
             had_session = False
             try:
-                async with rpc.async_channel(self.address) as channel:
+                async with rpc.async_channel(self.address, self._credentials) as channel:
                     self._stub = verifier_pb2_grpc.VerifierServiceStub(channel)
                     await self._session()
             except UnavailableError as error:

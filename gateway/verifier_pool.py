@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from foretoken.errors import QueueFullError, UnavailableError
+from foretoken.links import NO_CREDENTIALS, LinkCredentials
 from gateway.messages import OutputSink, SequenceSpec, VerifierInfo
 from gateway.resumable_sequence import Binding, ResumableSequence
 from gateway.verifier_client import SILENCE_LIMIT_S, VerifierClient
@@ -32,6 +33,7 @@ class VerifierPool:
         wait_s: float,
         on_change: Callable[[bool], Awaitable[None]] | None = None,
         silence_limit_s: float = SILENCE_LIMIT_S,
+        credentials: LinkCredentials = NO_CREDENTIALS,
     ) -> None:
         """A new request waits ``wait_s`` for a verifier; a lost one until its deadline.
 
@@ -39,7 +41,8 @@ class VerifierPool:
         drafters.
         """
         self.clients = [
-            VerifierClient(address, on_change=self._changed, silence_limit_s=silence_limit_s) for address in addresses
+            VerifierClient(address, on_change=self._changed, silence_limit_s=silence_limit_s, credentials=credentials)
+            for address in addresses
         ]
         self._resume_attempts = resume_attempts
         self._wait_s = wait_s

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, ValidationInfo, field_validator
 
 from foretoken.address import Address
-from foretoken.common_settings import ComputeSettings, ListenAddress, ServedModelSettings
+from foretoken.common_settings import ComputeSettings, ListenerSettings, ServedModelSettings
 from foretoken.config import AUTO, Flag, Settings, flag_of
 from foretoken.drafter_names import DrafterName
 from foretoken.errors import ConfigError
@@ -26,10 +26,9 @@ class DrafterEndpoint(Settings):
     transport: Transport = "auto"
 
 
-class VerifierSettings(ServedModelSettings, ComputeSettings):
+class VerifierSettings(ServedModelSettings, ComputeSettings, ListenerSettings):
     """Settings of one verifier process."""
 
-    address: ListenAddress
     # strict: a row's logits have the same bits in any batch.
     numerics: Literal["auto", "strict", "fast"] = Field(
         default="auto",

@@ -20,6 +20,7 @@ from foretoken import rpc
 from foretoken.drafter import Drafter
 from foretoken.drafter_names import check_together
 from foretoken.limits import ModelLimits
+from foretoken.links import check_listener, read_credentials
 from foretoken.lost_context import exit_if_context_lost
 from foretoken.models.backend import Backend, choose_backend, device_name
 from foretoken.models.tokenizer_size import num_token_ids
@@ -245,13 +246,15 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
 
     Building then still goes on in its thread.
     """
+    credentials = read_credentials(settings)
+    check_listener(settings.address, credentials, is_insecure=settings.insecure_links)
     tracer = make_tracer(settings.otlp_traces_endpoint, "verifier")
-    server = rpc.async_server()
+    server = rpc.link_server(settings.address, credentials)
     health = rpc.Health(server, (SERVICE_NAME,))
     await health.mark(False)
     with rpc.stop_signals() as stop:
         # Bind before loading the model, so that an address in use fails at once.
-        rpc.bind(server, settings.address)
+        rpc.bind(server, settings.address, credentials)
         verifier: Verifier | None = None
         keeping: asyncio.Task[None] | None = None
         try:
@@ -260,7 +263,7 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
                 return False
             engine = verifier.engine
             sources = [drafter.source for drafter in engine.speculator.drafters]
-            corpora = DrafterCorpora(sources, settings.drafters, in_process_drafters or {})
+            corpora = DrafterCorpora(sources, settings.drafters, in_process_drafters or {}, credentials)
             keeping = asyncio.create_task(corpora.keep())
             find = engine.speculator.drafter
             drafters = DrafterRegistry(engine.send, find, verifier.clients.make, corpora)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
@@ -40,6 +42,14 @@ def program() -> str:
     return shlex.quote(sys.argv[0]) if called.name == "foretoken" else "foretoken"
 
 
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _link_file(flag: str, text: str) -> Callable[[Command], Command]:
+    """Return a decorator that adds an option with a file."""
+    return click.option(flag, metavar="PATH", type=click.Path(path_type=Path), show_default="no TLS", help=text)
+
+
 @click.command()
 @click.argument("address", metavar="ADDRESS", help="unix:/path or host:port of a gRPC server.")
 @click.option(
@@ -49,17 +59,25 @@ def program() -> str:
     show_default="none: does the server answer?",
     help="Full name of the service that must be ready.",
 )
-def probe(address: str, service: str) -> None:
+@_link_file("--link-certfile", "Certificate chain (PEM) to show a service with certificates.")
+@_link_file("--link-keyfile", "Private key (PEM) of --link-certfile.")
+@_link_file("--link-ca", "Certificate (PEM) of the authority that signs the service's certificate.")
+def probe(address: str, service: str, **link_files: Path | None) -> None:
     """Check whether a service is ready.
 
-    The exit status is 0 if grpc.health.v1 at ADDRESS says so, else 1.
+    The exit status is 0 if grpc.health.v1 at ADDRESS says so, else 1. No token is needed.
     """
     import asyncio
 
     from foretoken import probes
+    from foretoken.common_settings import LinkSettings
+    from foretoken.config import build
+    from foretoken.links import read_credentials
+
+    credentials = read_credentials(build(LinkSettings, link_files))
 
     async def ask() -> bool:
-        probe = probes.GrpcProbe(address, service)
+        probe = probes.GrpcProbe(address, service, credentials)
         try:
             return await probe.is_ready()
         finally:

@@ -20,6 +20,7 @@ from foretoken.commands.given import Given
 from foretoken.config import Flag, Setting, Settings, at_fault, build, flag_of, parse_pairs, settings_of
 from foretoken.drafter_names import check_together
 from foretoken.errors import CheckpointError, ConfigError
+from foretoken.links import check_listener, read_credentials
 from gateway.config import GatewaySettings, read_chat_template
 from verifier_svc.config import DrafterEndpoint, VerifierSettings, refuse_gpu_flags
 
@@ -93,7 +94,7 @@ COMMANDS: dict[str, tuple[type[Settings], ...]] = {
 _NOT_OF_SERVE = {
     *("verifiers", "speculative_metrics", "max_concurrent_requests", "drain_timeout_s"),
     *("worker_socket", "liveness_socket"),
-    *("address", "draft_timeout_ms", "name", "algorithm", "target", "disable_coupled_noise"),
+    *("address", "insecure_links", "draft_timeout_ms", "name", "algorithm", "target", "disable_coupled_noise"),
 }
 
 
@@ -158,8 +159,9 @@ def stack_settings(given: Given, folder: Path) -> StackSettings:
 def gateway_settings(given: Given, **more: Any) -> GatewaySettings:
     """Return a gateway's settings with MODEL as given; ``find_checkpoint`` finds its folder."""
     settings = given.settings(GatewaySettings, **(_served_name(given) | more))
-    # The gateway reads both again; an unreadable file must fail before a model is loaded.
+    # The gateway reads them again; an unreadable file must fail before a model is loaded.
     settings.admin_key()
+    read_credentials(settings)
     if settings.chat_template is not None:
         read_chat_template(settings.chat_template)
     return settings
@@ -167,7 +169,10 @@ def gateway_settings(given: Given, **more: Any) -> GatewaySettings:
 
 def verifier_settings(given: Given, **more: Any) -> VerifierSettings:
     """Return a verifier's settings with MODEL as given; ``find_checkpoint`` finds its folder."""
-    return given.settings(VerifierSettings, **(_served_name(given) | more))
+    settings = given.settings(VerifierSettings, **(_served_name(given) | more))
+    # As above; a server checks both again before it listens.
+    check_listener(settings.address, read_credentials(settings), is_insecure=settings.insecure_links)
+    return settings
 
 
 def drafters_of_verifier(given: Given) -> tuple[list[dict[str, str]], list[DrafterSpec]]:

@@ -130,7 +130,8 @@ def test_a_flag_wins_over_the_environment_that_over_the_file_and_that_over_the_d
 
 def test_the_variables_are_these(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {setting.shown.env: setting for _, setting in ALL if setting.shown.env}
-    assert set(variables) == {"FORETOKEN_ADMIN_API_KEY_FILE", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"}
+    own = {"FORETOKEN_ADMIN_API_KEY_FILE", "FORETOKEN_LINK_TOKEN_FILE"}
+    assert set(variables) == {*own, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"}
     for variable, setting in variables.items():
         monkeypatch.setenv(str(variable), "there")
         assert value_of(given("gateway", *NEEDED["gateway"]).values, setting) == "there"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from foretoken.drafter import Drafter
 from foretoken.drafting import TargetInfo, TreeLimits
+from foretoken.links import read_credentials
 from foretoken.models.backend import Backend
 from verifier_svc.config import DrafterEndpoint, VerifierSettings
 from verifier_svc.drafters.device_offer import ResidentOffer
@@ -34,6 +35,7 @@ class DrafterClients:
         self.remote: list[DrafterClient] = []
         self._settings, self._backend, self._num_blocks = settings, backend, num_blocks
         self._usual_trees = usual_trees
+        self._credentials = read_credentials(settings)
 
     def start(self, runner: LoadedTarget) -> None:
         """Begin to attach the drafters of the settings, in the background; call it once.
@@ -66,7 +68,12 @@ class DrafterClients:
     def make(self, endpoint: DrafterEndpoint) -> DrafterClient:
         """Return the client of a drafter in another process; it is not started yet."""
         return DrafterClient(
-            endpoint, self._target, self.epoch, weights=self._runner.shared_weights, resident=self._resident
+            endpoint,
+            self._target,
+            self.epoch,
+            weights=self._runner.shared_weights,
+            resident=self._resident,
+            credentials=self._credentials,
         )
 
     def attach_inside(self, drafters: Mapping[str, Drafter]) -> list[InProcessClient]:

@@ -18,6 +18,7 @@ from foretoken import rpc
 from foretoken.corpora import Corpora, CorpusInfo, HoldsCorpora, token_bytes
 from foretoken.drafter import Drafter
 from foretoken.errors import ForetokenError, InvalidRequestError, PreconditionError
+from foretoken.links import NO_CREDENTIALS, LinkCredentials
 from foretoken.tree import Int32
 from protos import drafter_pb2, drafter_pb2_grpc
 from verifier_svc.config import DrafterEndpoint
@@ -65,8 +66,9 @@ class _InProcess:
 class _Remote:
     """Of a drafter in another process, by calls beside its attachment."""
 
-    def __init__(self, address: str, texts: _Texts) -> None:
+    def __init__(self, address: str, texts: _Texts, credentials: LinkCredentials) -> None:
         self.address = address
+        self._credentials = credentials
         self._texts = texts
 
     @property
@@ -100,7 +102,7 @@ class _Remote:
 
     @contextlib.asynccontextmanager
     async def _stub(self) -> AsyncIterator[Any]:
-        async with rpc.async_channel(self.address) as channel:
+        async with rpc.async_channel(self.address, self._credentials) as channel:
             try:
                 yield drafter_pb2_grpc.DrafterServiceStub(channel)
             except grpc.aio.AioRpcError as error:
@@ -115,15 +117,17 @@ class DrafterCorpora:
         sources: Sequence[DraftSource],
         endpoints: Sequence[DrafterEndpoint] = (),
         in_process: Mapping[str, Drafter] | None = None,
+        credentials: LinkCredentials = NO_CREDENTIALS,
     ) -> None:
         self._sources = {source.name: source for source in sources}
         # By drafter.
         self._texts: dict[str, _Texts] = {name: {} for name in self._sources}
         self._remotes = {
-            endpoint.name: _Remote(endpoint.address, self._texts.setdefault(endpoint.name, {}))
+            endpoint.name: _Remote(endpoint.address, self._texts.setdefault(endpoint.name, {}), credentials)
             for endpoint in endpoints
         }
         self._in_process = dict(in_process or {})
+        self._credentials = credentials
         self._locks = {name: asyncio.Lock() for name in self._sources}
         # By drafter: the attachment that has everything.
         self._kept = dict.fromkeys(self._remotes, 0)
@@ -133,7 +137,7 @@ class DrafterCorpora:
         name = source.name
         self._sources[name] = source
         self._in_process.pop(name, None)
-        self._remotes[name] = _Remote(address, self._texts.setdefault(name, {}))
+        self._remotes[name] = _Remote(address, self._texts.setdefault(name, {}), self._credentials)
         self._locks.setdefault(name, asyncio.Lock())
         self._kept[name] = 0
 

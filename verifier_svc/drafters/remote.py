@@ -15,6 +15,7 @@ from typing import Any
 from foretoken import rpc
 from foretoken.drafting import TargetInfo
 from foretoken.errors import ForetokenError, PreconditionError, UnavailableError
+from foretoken.links import NO_CREDENTIALS, LinkCredentials
 from foretoken.lost_context import exit_if_context_lost
 from foretoken.transports.shared_weights import SharedWeights
 from foretoken.transports.transport import DEFAULT_TOKEN_CAPACITY, QueuedTransport, TransportClosedError
@@ -55,6 +56,7 @@ class DrafterClient(DraftSource):
         spin_us: int | None = None,
         weights: SharedWeights | None = None,
         resident: ResidentOffer | None = None,
+        credentials: LinkCredentials = NO_CREDENTIALS,
     ) -> None:
         """See Terms. Nothing happens before ``start``."""
         socket_path = rpc.unix_path(endpoint.address)
@@ -63,6 +65,7 @@ class DrafterClient(DraftSource):
         transport_name = by_address if endpoint.transport == "auto" else endpoint.transport
         super().__init__(endpoint.name, endpoint.address, transport_name)
         terms = Terms(target, epoch, self._counters, token_capacity, spin_us, weights, resident)
+        self._credentials = credentials
         self._interrupts = Interrupts()
         self._handshake = Handshake(terms, self._interrupts, socket_path and socket_path.parent)
         self._outages = OutageLog(endpoint.name, endpoint.address, transport_name)
@@ -161,7 +164,7 @@ class DrafterClient(DraftSource):
 
         ``undo`` closes both.
         """
-        channel = rpc.sync_channel(self.address)
+        channel = rpc.sync_channel(self.address, self._credentials)
         undo.callback(channel.close)
         stub = drafter_pb2_grpc.DrafterServiceStub(channel)
         needs = self._handshake.prepare(stub)
