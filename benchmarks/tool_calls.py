@@ -27,7 +27,7 @@ from benchmarks.stack import running_stack
 DEMO = Path(__file__).parents[1] / "models" / "demo"
 DRAFTERS = {"ngram": "NGRAM", "eagle2": "EAGLE", "eagle3": "EAGLE3", "standalone": "STANDALONE"}
 CHOICES = (*DRAFTERS, "merge", "auto")
-NUM_AT_ONCE = 8
+NUM_AT_ONCE = 16
 PLAIN = "plain"
 
 
@@ -75,7 +75,8 @@ def body_of(number: int, choice: str) -> dict[str, Any]:
         "messages": [{"role": "user", "content": f"Return the weather of place {number}."}],
         "tools": TOOLS,
         "tool_choice": named if number % 2 else "required",
-        "parallel_tool_calls": number % 8 == 0,
+        # Many calls in one reply are long.
+        "parallel_tool_calls": number % 40 == 0,
         "seed": number,
         "temperature": number % 5 * 0.3,
         "speculative": {"enabled": False} if choice == PLAIN else {"drafter": choice},
@@ -126,7 +127,10 @@ async def run(url: str, choice: str, num_requests: int) -> Outcome:
 
 def check(url: str, num_requests: int, choices: Sequence[str]) -> dict[str, Outcome]:
     """Return the outcome of plain decode and of each choice of drafters."""
-    outcomes = {choice: asyncio.run(run(url, choice, num_requests)) for choice in (PLAIN, *choices)}
+    outcomes = {}
+    for choice in (PLAIN, *choices):
+        outcomes[choice] = asyncio.run(run(url, choice, num_requests))
+        print(f"{choice}: {len(outcomes[choice].faults)} faults", file=sys.stderr, flush=True)
     plain = outcomes[PLAIN]
     for outcome in outcomes.values():
         for number, calls in outcome.calls.items():

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from foretoken import limits
 from gateway.chat import lark
 from gateway.chat.call_parser import CallParser
 from gateway.chat.lark import Marks
 from gateway.chat.tools import Tool
+
+# With these a schema may allow properties that it does not list.
+_OPENING_KEYS = frozenset(
+    {"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"}
+)
 
 
 class ToolFormat(ABC):
@@ -55,4 +60,13 @@ def json_calls(tools: Sequence[Tool], arguments_key: str) -> list[str]:
 
 def argument_rules(tools: Sequence[Tool]) -> list[str]:
     """Return the rules ``args_0``, ``args_1`` and so on: each tool's arguments as a JSON object."""
-    return [f"args_{number}: {lark.json_value(tool.schema)}" for number, tool in enumerate(tools)]
+    return [f"args_{number}: {lark.json_value(closed(tool.schema))}" for number, tool in enumerate(tools)]
+
+
+def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema that allows no arguments but its properties, unless it speaks of others.
+
+    Functions take no arguments that they do not know, and few clients say so in their schemas.
+    """
+    is_open = "properties" not in schema or bool(_OPENING_KEYS & schema.keys())
+    return schema if is_open else {**schema, "additionalProperties": False}

@@ -197,7 +197,7 @@ def test_ranges_are_shown_as_people_write_them():
         limits.check_number("top_k", 1.5, SAMPLING_RANGES["top_k"])
 
 
-@pytest.mark.parametrize("kind", ["json_schema", "regex"])
+@pytest.mark.parametrize("kind", ["json_schema", "regex", "lark"])
 def test_a_grammar_has_its_bytes(kind):
     most = limits.MAX_GRAMMAR_BYTES[kind]
     for text, field in (("a" * most, ""), ("a" * (most + 1), kind), ("é" * (most // 2 + 1), kind), ("\ud800", kind)):
@@ -206,7 +206,15 @@ def test_a_grammar_has_its_bytes(kind):
 
 
 @pytest.mark.parametrize(
-    "grammar", [None, Grammar("json_object"), Grammar("json_schema", "{}"), Grammar("regex", ""), Grammar("regex", "é")]
+    "grammar",
+    [
+        None,
+        Grammar("json_object"),
+        Grammar("json_schema", "{}"),
+        Grammar("regex", ""),
+        Grammar("regex", "é"),
+        Grammar("lark", 'start: "a"'),
+    ],
 )
 def test_a_grammar_crosses_the_wire(grammar):
     params = replace(SamplingParams(), grammar=grammar)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from gateway.chat import lark
 from gateway.chat.call_parser import CallParser, json_text
 from gateway.chat.lark import Marks
-from gateway.chat.tool_format import ToolFormat
+from gateway.chat.tool_format import ToolFormat, closed
 from gateway.chat.tools import Tool
 
 # Llama 4 may put the list between these.
@@ -239,7 +239,7 @@ def _keyword_rules(number: int, tool: Tool) -> list[str]:
     ``keywords_N_i`` begins at property i, ``more_N_i`` follows another argument.
     """
     if not _is_plain(tool):
-        return [f"keywords_{number}_0: {lark.json_value(tool.schema)}"]
+        return [f"keywords_{number}_0: {lark.json_value(closed(tool.schema))}"]
     properties: Mapping[str, Any] = tool.schema.get("properties", {})
     required = tool.schema.get("required", ())
     definitions = {key: tool.schema[key] for key in ("$defs", "definitions") if key in tool.schema}

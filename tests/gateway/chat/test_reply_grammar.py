@@ -172,6 +172,16 @@ def test_free_text_may_hold_calls_of_strict_functions(
         assert not any(reader.takes(f"Wait. {text}") for text in wrong)
 
 
+def test_only_listed_arguments_unless_the_schema_allows_others(tokenizer: LLTokenizer) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
+    one = '{"name": "f", "parameters": {"a": null}}'
+    more = '{"name": "f", "parameters": {"a": null, "b": 1}}'
+    for extra, takes_more in ({}, False), ({"additionalProperties": {"type": "integer"}}, True):
+        use = ToolUse((Tool("f", parameters=schema | extra),), REQUIRED)
+        reader = Reader(tokenizer, grammar_of(LLAMA, use, {}), {})
+        assert reader.takes(one) and reader.takes(more) is takes_more
+
+
 def test_a_function_that_is_not_strict_leaves_the_model_free() -> None:
     assert grammar_of(HERMES, ToolUse((ADD, NOW), AUTO), {}) is None
 

@@ -93,6 +93,11 @@ UNUSABLE: dict[str, tuple[Grammar, str]] = {
     "parentheses": (regex("(" * 5000 + ")" * 5000), "nest"),
     "broken off": (regex("a\\\\\\"), "backslash"),
     "another alphabet": (regex("é"), "no text"),
+    "no rule": (Grammar("lark", "start: other"), "other"),
+    "no Lark": (Grammar("lark", "start = 1"), "="),
+    "a special token that is not there": (Grammar("lark", "start: <[99999999]>"), "99999999"),
+    "deep Lark": (Grammar("lark", f"start: {'(' * 100_000}"), ""),
+    "a schema in it": (Grammar("lark", 'start: %json {"type": "robot"}'), "robot"),
 }
 
 

@@ -26,10 +26,12 @@ from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 
 BLOCK = 4
 LIST = schema({"type": "array", "items": {"enum": ["a", "ab", 12, None, True]}, "minItems": 6, "maxItems": 9})
+CALLS = Grammar("lark", 'start: call{2,4}\ncall: "ab" args "cd"\nargs: %json {"enum": [12, null, "a", "abc"]}\n')
 FIELDS: dict[str, dict[str, Any]] = {
     "schema": {"grammar": RECORD},
     "list": {"grammar": LIST},
     "regex": {"grammar": regex("(ab|cd|[0-9]{2}){12,20}")},
+    "lark": {"grammar": CALLS},
     "open end": {"grammar": regex("[a-f ]{4,}")},
     "penalties": {"grammar": LIST, "presence_penalty": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
     "bias": {"grammar": regex("[a-f]{9,}1?"), "logit_bias": {END: 1.0, 24: 2.0}},
@@ -86,6 +88,8 @@ def assert_in_grammar(requests: Sequence[Request], results: Sequence[Result]) ->
         text = text_of(result.token_ids)
         if grammar == RECORD:
             Record.model_validate_json(text)
+        elif grammar == CALLS:
+            assert re.fullmatch(r'(ab(12|null|"a"|"abc")cd){2,4}', text)
         elif grammar.kind == "regex":
             assert re.fullmatch(grammar.text, text)
 
