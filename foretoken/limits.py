@@ -92,6 +92,9 @@ MAX_TOOL_DESCRIPTION_CHARS = 16_384
 MAX_TOOLS_CHARS = 512 * 1024
 # Calls of one reply whose form the grammar decides.
 MAX_TOOL_CALLS = 16
+# Brackets, blanks and operators in the arguments of one call in Python: parsing takes some tens of
+# milliseconds for these. A longer call is content.
+MAX_PYTHONIC_MARKS = 8192
 # Corpora of one drafter, and tokens that one call adds.
 MAX_CORPORA = 64
 MAX_CORPUS_TOKENS = 1_000_000

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import keyword
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from foretoken import limits
 from gateway.chat import lark
 from gateway.chat.call_parser import CallParser, json_text
 from gateway.chat.lark import Marks
@@ -87,7 +89,8 @@ class PythonicParser(CallParser):
         if end < 0:
             self._place = len(self._text)
             return self._refuse() if finished else False
-        arguments = _arguments(self._text[self._begin : end - 1])
+        is_short = self._nesting.num_marks <= limits.MAX_PYTHONIC_MARKS
+        arguments = _arguments(self._text[self._begin : end - 1]) if is_short else None
         if arguments is None:
             return self._refuse()
         self._begin_call(self._name, arguments)
@@ -119,12 +122,14 @@ class _PythonNesting:
 
     # By the quote of the string that the text is in.
     _MARKS: ClassVar = {
-        "": re.compile(r"[\"'(){}\[\]]"),
+        "": re.compile(r"[\"'(){}\[\],\s+*/%<>=&|^~:@.-]"),
         '"': re.compile(r'[\\"]'),
         "'": re.compile(r"[\\']"),
     }
 
     def __init__(self) -> None:
+        # Brackets, blanks and operators outside strings: parsing takes time for each.
+        self.num_marks = 0
         self._depth = 1
         self._quote = ""
         self._escaped = False
@@ -142,13 +147,14 @@ class _PythonNesting:
                 return -1
             place = found.end()
             mark = found[0]
+            self.num_marks += not self._quote
             if mark == "\\":
                 self._escaped = True
             elif mark in "\"'":
                 self._quote = "" if self._quote else mark
             elif mark in "([{":
                 self._depth += 1
-            else:
+            elif mark in ")]}":
                 self._depth -= 1
                 if self._depth == 0:
                     return place
@@ -158,7 +164,10 @@ class _PythonNesting:
 def _arguments(text: str) -> str | None:
     """Return the JSON of keyword arguments; None if they are anything else."""
     try:
-        call = ast.parse(f"f({text})", mode="eval").body
+        with warnings.catch_warnings():
+            # Of odd escapes in strings, which Python keeps as they are.
+            warnings.simplefilter("ignore")
+            call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             return None
         values: dict[str, Any] = {}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foretoken.limits import MAX_PYTHONIC_MARKS
 from gateway.chat.formats.hermes import Hermes
 from gateway.chat.formats.llama3_json import Llama3Json
 from gateway.chat.formats.mistral import Mistral
@@ -113,6 +114,8 @@ CASES: dict[str, tuple[ToolFormat, str, str, Calls]] = {
     "pythonic, JSON's constants": (PYTHONIC, "[add(a=true, b=null)]", "", [("add", {"a": True, "b": None})]),
     "pythonic, an object": (PYTHONIC, '[add(**{"a b": 1.5})]', "", [("add", {"a b": 1.5})]),
     "pythonic, Llama 4": (PYTHONIC, "<|python_start|>[add(a=1)]<|python_end|>", "", [("add", {"a": 1})]),
+    "pythonic, odd escapes": (PYTHONIC, r"[add(a='\d\n', b='x, (y')]", "", [("add", {"a": "\\d\n", "b": "x, (y"})]),
+    "pythonic, deep": (PYTHONIC, f"[add(a={'[' * 500})]", f"[add(a={'[' * 500})]", []),
     "pythonic, a list": (PYTHONIC, "[1, 2]", "[1, 2]", []),
     "pythonic, positional": (PYTHONIC, "[add(1)] then", "[add(1)] then", []),
     "pythonic, an expression": (PYTHONIC, "[add(a=1+open('x'))]", "[add(a=1+open('x'))]", []),
@@ -190,6 +193,13 @@ def test_arguments_stream_before_the_call_is_complete() -> None:
     assert parser.feed("}}\n</tool_call>", finished=False) == ("", (ToolCallDelta(0, arguments="}"),))
     # Cut off: what was shown stays, as with OpenAI.
     assert parser.feed('<tool_call>{"name": "now", "arguments": {"x', finished=True)[1][0].arguments == '{"x'
+
+
+def test_a_pythonic_call_may_have_so_many_parts_and_long_strings() -> None:
+    most = MAX_PYTHONIC_MARKS - 4
+    assert len(read(PYTHONIC, [f"[add(a=[{'1,' * most}])]"])[1]) == 1
+    assert read(PYTHONIC, [f"[add(a=[{'1,' * (most + 1)}])]"])[1] == []
+    assert len(read(PYTHONIC, [f"[add(a='{'1,' * 100_000}')]"])[1]) == 1
 
 
 def test_a_hidden_mark_is_never_content() -> None:
