@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from benchmarks.tool_calls import MODELS
 from foretoken.sampling import Grammar
 from gateway.chat.formats.hermes import Hermes
 from gateway.chat.formats.llama3_json import Llama3Json
@@ -19,6 +21,8 @@ from gateway.chat.reasoning import ReasoningFormat, Thinking, reasoning_format
 from gateway.chat.reply_grammar import reply_grammar
 from gateway.chat.tool_format import ToolFormat
 from gateway.chat.tools import Tool, ToolChoice, ToolUse
+from gateway.tokenizer import Tokenizer
+from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 
 DEMO = Path(__file__).parents[3] / "models" / "demo" / "target" / "tokenizer.json"
 ADD = Tool(
@@ -229,3 +233,29 @@ def test_calls_begin_after_the_reasoning(tokenizer: LLTokenizer) -> None:
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     assert reader.takes(f"I <tool_call> then.</think>\n\n{call}")
     assert not reader.takes(call)
+
+
+@pytest.mark.parametrize("special", [{}, SPECIAL], ids=["text", "special tokens"])
+@pytest.mark.parametrize("case", FORCED)
+def test_random_texts_of_a_forced_grammar_are_calls_that_fit(case: str, special: dict[str, int]) -> None:
+    """Any text that the grammar allows, not only what a model would write, is read as its calls."""
+    kind = FORCED[case][0]
+    tools = tuple(Tool(name, parameters=model.model_json_schema()) for name, model in MODELS.items())
+    vocabulary = Vocabulary(DEMO.parent, vocab_limit=8192, eos_ids=frozenset({0, 3}))
+    texts = {token_id: mark for mark, token_id in special.items()}
+    tokenizer = Tokenizer(DEMO.parent)
+    rng = np.random.default_rng(0)
+    grammar = grammar_of(kind, ToolUse(tools, REQUIRED, parallel=False), special)
+    assert grammar is not None
+    for _ in range(25):
+        matcher = compile_grammar(grammar, vocabulary)
+        ids: list[int] = []
+        while len(allowed := np.flatnonzero(np.unpackbits(matcher.allowed, bitorder="little"))) and len(ids) < 600:
+            ids.append(int(rng.choice(allowed)))
+            assert matcher.advance(ids[-1:])
+        assert matcher.is_accepting and not matcher.error
+        raw = b"".join(texts[i].encode() if i in texts else tokenizer.token_text(i)[1] for i in ids)
+        content, deltas = kind.parser(frozenset(MODELS), frozenset()).feed(raw.decode(), finished=True)
+        (call,) = whole_calls(deltas)
+        assert not content
+        MODELS[call.name].model_validate_json(call.arguments)
