@@ -126,16 +126,16 @@ async def run(url: str, choice: str, num_requests: int) -> Outcome:
 
 
 def check(url: str, num_requests: int, choices: Sequence[str]) -> dict[str, Outcome]:
-    """Return the outcome of plain decode and of each choice of drafters."""
-    outcomes = {}
+    """Return the outcome of plain decode and of each choice of drafters, and print each."""
+    outcomes: dict[str, Outcome] = {}
     for choice in (PLAIN, *choices):
-        outcomes[choice] = asyncio.run(run(url, choice, num_requests))
-        print(f"{choice}: {len(outcomes[choice].faults)} faults", file=sys.stderr, flush=True)
-    plain = outcomes[PLAIN]
-    for outcome in outcomes.values():
+        outcome = outcomes[choice] = asyncio.run(run(url, choice, num_requests))
         for number, calls in outcome.calls.items():
-            if calls != plain.calls[number]:
-                outcome.faults.setdefault(number, f"{calls}, but plain decode: {plain.calls[number]}")
+            if calls != (wanted := outcomes[PLAIN].calls[number]):
+                outcome.faults.setdefault(number, f"{calls}, but plain decode: {wanted}")
+        right = f"{num_requests - len(outcome.faults)} of {num_requests}"
+        figures = (right, outcome.num_calls, outcome.num_tokens, outcome.num_accepted, f"{outcome.seconds:.0f}")
+        print(f"| {choice} | {' | '.join(map(str, figures))} |", flush=True)
     return outcomes
 
 
@@ -153,17 +153,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000, help="requests for each way of drafting")
     parser.add_argument("--model", type=Path, default=DEMO / "target", help="the target's checkpoint")
     options = parser.parse_args()
-    with running_stack(options.model, 1, flags_of([*DRAFTERS]), num_drafters=len(DRAFTERS)) as (address, _):
-        outcomes = check(f"http://{address.host}:{address.port}", options.requests, CHOICES)
     print(
         "| drafter | right | calls | tokens | accepted draft tokens | seconds |\n| --- | --- | --- | --- | --- | --- |"
     )
+    with running_stack(options.model, 1, flags_of([*DRAFTERS]), num_drafters=len(DRAFTERS)) as (address, _):
+        outcomes = check(f"http://{address.host}:{address.port}", options.requests, CHOICES)
     for choice, outcome in outcomes.items():
-        right = f"{options.requests - len(outcome.faults)} of {options.requests}"
-        figures = (right, outcome.num_calls, outcome.num_tokens, outcome.num_accepted, f"{outcome.seconds:.0f}")
-        print(f"| {choice} | {' | '.join(map(str, figures))} |")
         for number, fault in [*outcome.faults.items()][:3]:
-            print(f"request {number}: {fault}", file=sys.stderr)
+            print(f"{choice}, request {number}: {fault}", file=sys.stderr)
     sys.exit(any(outcome.faults for outcome in outcomes.values()))
 
 
