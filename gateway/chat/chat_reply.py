@@ -88,14 +88,16 @@ class ChatForms:
         content_field: str = "",
         *,
         skip_special_tokens: bool = True,
+        continues: bool = False,
     ) -> ChatReply:
         """Return how to write and read the replies to a rendered prompt.
 
-        ``content_grammar`` is what the answer must match if it calls no tool. Raises
+        ``content_grammar`` is what the answer must match if it calls no tool; ``continues``: the reply
+        goes on with the last message. Raises
         InvalidRequestError for tools that this server cannot serve.
         """
         self.check(use)
-        thinking = Thinking.NONE if self.reasoning is None else self.reasoning.thinking(prompt)
+        thinking = Thinking.NONE if self.reasoning is None else self.reasoning.thinking(prompt, continues=continues)
         reasoning = None if thinking is Thinking.NONE else self.reasoning
         tools = self.tools if use.offered else None
         if reasoning is None and tools is None:

@@ -57,7 +57,7 @@ async def chat_request(
         core.check_model(fields.model)
         core.chat_forms.check(options.tool_use)
         text = await chat_text(core, fields, options.tool_use)
-        options = _with_reply(core, options, text)
+        options = _with_reply(core, options, text, continues=fields.continue_final_message)
         options = dataclasses.replace(options, grammar_field=names.own(options.grammar_field))
         prompt = await core.encode(text, field="messages", add_special_tokens=False)
         generation = await generation_request(core, request_id, (prompt,), options, trace)
@@ -98,7 +98,7 @@ async def chat_text(core: GatewayCore, fields: ChatFields, use: ToolUse) -> str:
     return render() if is_short else await core.in_text_thread(render)
 
 
-def _with_reply(core: GatewayCore, options: GenerationOptions, prompt: str) -> GenerationOptions:
+def _with_reply(core: GatewayCore, options: GenerationOptions, prompt: str, *, continues: bool) -> GenerationOptions:
     """Return a chat's options with how its outputs are written and read."""
     sampling = options.sampling
     reply = core.chat_forms.reply(
@@ -107,6 +107,7 @@ def _with_reply(core: GatewayCore, options: GenerationOptions, prompt: str) -> G
         sampling.grammar,
         options.grammar_field,
         skip_special_tokens=options.skip_special_tokens,
+        continues=continues,
     )
     if reply.is_plain:
         return options

@@ -28,12 +28,17 @@ class ReasoningFormat:
     # opening mark out.
     is_open: bool = False
 
-    def thinking(self, prompt: str) -> Thinking:
-        """Return how a reply to a rendered prompt begins."""
+    def thinking(self, prompt: str, *, continues: bool = False) -> Thinking:
+        """Return how a reply to a rendered prompt begins.
+
+        ``continues``: the reply goes on with the prompt's last message.
+        """
         end = prompt[-256:].rstrip()
-        if end.endswith(self.close):
+        if end.endswith(self.open):
+            return Thinking.OPEN
+        if end.endswith(self.close) or continues:
             return Thinking.NONE
-        return Thinking.OPEN if self.is_open or end.endswith(self.open) else Thinking.OPTIONAL
+        return Thinking.OPEN if self.is_open else Thinking.OPTIONAL
 
 
 FORMATS = (

@@ -56,6 +56,9 @@ def test_the_prompt_says_how_a_reply_begins() -> None:
     assert QWEN3.thinking("<|im_start|>assistant\n<think>\n") is Thinking.OPEN
     assert QWEN3.thinking("assistant\n<think>\n\n</think>\n\n") is Thinking.NONE
     assert DEEPSEEK_R1.thinking("<|Assistant|>") is Thinking.OPEN
+    # Who continues an answer has reasoned.
+    assert DEEPSEEK_R1.thinking("<|Assistant|>So it", continues=True) is Thinking.NONE
+    assert DEEPSEEK_R1.thinking("<|Assistant|><think>", continues=True) is Thinking.OPEN
     assert MISTRAL.thinking("[/INST]") is Thinking.OPTIONAL
 
 
