@@ -117,9 +117,14 @@ class GatewayCore:
     async def encode(self, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> Prompt:
         """Return a prompt's text with its token ids.
 
-        Raises InvalidRequestError naming ``field`` if it is too long.
+        Raises ContextLengthError naming ``field`` if it is too long.
         """
-        check = functools.partial(limits.check_prompt_length, field, max_model_len=(await self.info()).max_model_len)
+        max_model_len = (await self.info()).max_model_len
+        check = functools.partial(limits.check_prompt_length, field, max_model_len=max_model_len)
+        check(self.tokenizer.min_tokens(len(text)), at_least=True)
+        limits.check_prompt_size(field, len(text), max_model_len)
+        limits.check_unicode(field, text)
+        limits.check_prompt_size(field, len(text), max_model_len, num_bytes=len(text.encode()))
         return Prompt(await self.token_ids(text, check, field=field, add_special_tokens=add_special_tokens), text)
 
     async def encode_prediction(self, text: str, *, field: str) -> tuple[int, ...]:

@@ -81,7 +81,7 @@ async def chat_text(core: GatewayCore, fields: ChatFields, use: ToolUse) -> str:
     """
     messages = template_messages(fields.messages)
     num_chars = sum(map(num_message_chars, messages))
-    limits.check_chars("messages", num_chars, limits.MAX_PROMPT_CHARS)
+    limits.check_prompt_size("messages", num_chars, (await core.info()).max_model_len)
     tools = [tool.for_template() for tool in use.offered]
     if tools:
         num_tool_chars = len(orjson.dumps(tools))
