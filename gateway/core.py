@@ -97,10 +97,15 @@ class GatewayCore:
         return round(1e3 * self.settings.request_timeout_s)
 
     def check_model(self, name: str | None) -> None:
-        """Raise NotFoundError unless ``name`` is the served model, or absent."""
-        served = self.settings.served_model_name
-        if name and name != served:
-            raise NotFoundError(f"the model {name!r} does not exist; this server serves {served!r}", field="model")
+        """Raise NotFoundError unless ``name`` is one of the served model's, or absent."""
+        served = self.settings.served_model_names
+        if name and name not in served:
+            known = ", ".join(map(repr, served))
+            raise NotFoundError(f"the model {name!r} does not exist; this server serves {known}", field="model")
+
+    def answered_model(self, name: str | None) -> str:
+        """Return the name of the model in the answer to a request for ``name``."""
+        return name or self.settings.served_model_name
 
     def check_open(self) -> None:
         """Raise QueueFullError or UnavailableError if the gateway would refuse any request now.

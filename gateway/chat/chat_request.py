@@ -36,6 +36,8 @@ class ChatRequest:
 
     options: GenerationOptions
     generation: GenerationRequest
+    # The model's name in the answer.
+    model: str
 
 
 async def chat_request(
@@ -62,7 +64,7 @@ async def chat_request(
         prompt = await core.encode(text, field="messages", add_special_tokens=False)
         generation = await generation_request(core, request_id, (prompt,), options, trace)
         await core.check(generation, prompt_field="messages")
-    return ChatRequest(options, generation)
+    return ChatRequest(options, generation, core.answered_model(fields.model))
 
 
 async def chat_token_ids(core: GatewayCore, body: dict[str, Any], names: FieldNames | None = None) -> tuple[int, ...]:
