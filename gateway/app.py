@@ -28,6 +28,8 @@ from gateway.openai_api import openai_router
 from gateway.openai_request import ChatFields, CompletionFields
 from gateway.responses.api import responses_router
 from gateway.responses.body import ResponsesFields
+from gateway.sglang.control import control_router
+from gateway.sglang.info import info_router
 from gateway.tokenize_api import tokenize_router
 
 
@@ -38,6 +40,8 @@ def create_app(core: GatewayCore) -> FastAPI:
     app.include_router(responses_router(core))
     app.include_router(anthropic_router(core))
     app.include_router(generate_router(core))
+    app.include_router(info_router(core))
+    app.include_router(control_router(core))
     app.include_router(tokenize_router(core))
     if core.admin_key is not None:
         app.include_router(corpora_router(core, core.admin_key))

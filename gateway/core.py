@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
@@ -25,6 +25,7 @@ from gateway.generation import ClientGoneError, Generation, GenerationRequest, P
 from gateway.messages import VerifierInfo
 from gateway.metrics import GatewayMetrics
 from gateway.request_span import end_span, refused_span, start_span
+from gateway.running import RunningRequests
 from gateway.tokenizer import SHORT_TEXT_CHARS, SHORT_TEXT_TOKENS, Tokenizer
 from gateway.verifier_pool import VerifierPool
 
@@ -72,6 +73,9 @@ class GatewayCore:
             vllm_names=settings.vllm_metric_names,
         )
         self.created = int(time.time())
+        self.running = RunningRequests()
+        # Aborts requests by name, in all gateway processes.
+        self.abort: Callable[[str | None], Awaitable[int]] = self._abort_here
         self.chat_forms = ChatForms(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         self._text_threads = ThreadPoolExecutor(MAX_TEXT_THREADS, "text")
         self._tracer = tracer
@@ -217,8 +221,9 @@ class GatewayCore:
             generation = Generation(request, self.verifiers, self.tokenizer, max_model_len, self.metrics.tokens_arrived)
             failure: str | None = "cancelled"
             try:
-                generation.start()
-                yield generation
+                with self.running.holding(generation, client_id):
+                    generation.start()
+                    yield generation
                 failure = None if all(output.ended for output in generation.outputs) else "cancelled"
             except ForetokenError as error:
                 failure = error.status.name.lower()
@@ -235,6 +240,9 @@ class GatewayCore:
                 self._ended(generation, failure, api, client_id)
                 if span is not None:
                     end_span(span, generation, failure)
+
+    async def _abort_here(self, name: str | None) -> int:
+        return self.running.abort(name)
 
     def reject(self, error: ForetokenError, *, api: str, client_id: str, trace: TraceContext | None) -> None:
         """Count, log and trace a request that was refused before it ran, unless already done."""

@@ -264,4 +264,6 @@ def _finish_reason(output: Output) -> dict[str, Any] | None:
         return None
     if output.finish_reason is FinishReason.LENGTH:
         return {"type": "length", "length": len(output.token_ids)}
+    if output.finish_reason is FinishReason.ABORT:
+        return {"type": "abort", "message": "Aborted by /abort_request."}
     return {"type": "stop", "matched": output.matched}
