@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import Response
+from fastapi.responses import HTMLResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -16,7 +16,6 @@ from foretoken import telemetry
 from foretoken.errors import ForetokenError
 from gateway import error_shapes, http
 from gateway.anthropic.api import anthropic_router
-from gateway.anthropic.body import CountTokensFields, MessagesFields
 from gateway.bodies import BodyMiddleware
 from gateway.callers import CallerCheck, CallerMiddleware
 from gateway.core import GatewayCore
@@ -25,9 +24,9 @@ from gateway.drafters_api import drafters_router
 from gateway.generate_api import generate_router
 from gateway.messages import VerifierInfo
 from gateway.openai_api import openai_router
-from gateway.openai_request import ChatFields, CompletionFields
+from gateway.openapi.document import complete
+from gateway.openapi.page import SECURITY_POLICY, page
 from gateway.responses.api import responses_router
-from gateway.responses.body import ResponsesFields
 from gateway.sglang.control import control_router
 from gateway.sglang.info import info_router
 from gateway.tokenize_api import tokenize_router
@@ -35,7 +34,7 @@ from gateway.tokenize_api import tokenize_router
 
 def create_app(core: GatewayCore) -> FastAPI:
     """Return the ASGI application of one gateway."""
-    app = FastAPI(title="foretoken", version=foretoken.__version__, redoc_url=None)
+    app = FastAPI(title="foretoken", version=foretoken.__version__, docs_url=None, redoc_url=None)
     app.include_router(openai_router(core))
     app.include_router(responses_router(core))
     app.include_router(anthropic_router(core))
@@ -48,7 +47,7 @@ def create_app(core: GatewayCore) -> FastAPI:
         app.include_router(drafters_router(core, core.admin_key))
     _add_operator_routes(app, core)
     _add_error_handlers(app, core)
-    _add_schemas(app)
+    _add_documents(app)
     _add_middleware(app, core)
     return app
 
@@ -151,15 +150,17 @@ def _add_error_handlers(app: FastAPI, core: GatewayCore) -> None:
         return error_shapes.error_response(request.url.path, ForetokenError("internal error"))
 
 
-def _add_schemas(app: FastAPI) -> None:
-    """Describe bodies in the OpenAPI document, although the routes read them themselves."""
+def _add_documents(app: FastAPI) -> None:
+    """Serve the OpenAPI document, complete, and a page that shows it."""
     generate = app.openapi
 
+    @functools.cache
     def openapi() -> dict[str, Any]:
-        document = generate()
-        schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        kinds = (CompletionFields, ChatFields, ResponsesFields, MessagesFields, CountTokensFields)
-        schemas.update(http.component_schemas(*kinds))
-        return document
+        return complete(generate())
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        """Return the OpenAPI document as a page."""
+        return HTMLResponse(page(openapi()), headers={"content-security-policy": SECURITY_POLICY})
 
     app.openapi = openapi  # type: ignore[method-assign]

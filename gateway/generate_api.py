@@ -167,6 +167,7 @@ def generate_router(core: GatewayCore) -> APIRouter:
 
     @router.post("/generate", openapi_extra=http.body_schema(GenerateFields))
     async def generate(request: Request) -> Response:
+        """Continue a prompt, in SGLang's form."""
         body = await http.read_object(request, core.check_open)
         # SGLang's clients send nulls and empty values for fields that they do not use.
         fields = validate(

@@ -26,16 +26,19 @@ def openai_router(core: GatewayCore) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> Response:
+        """List the served model, once for each of its names."""
         data = [await _model(core, name) for name in core.settings.served_model_names]
         return http.json_response({"object": "list", "data": data})
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
+        """Return the served model by one of its names."""
         core.check_model(name)
         return http.json_response(await _model(core, core.answered_model(name)))
 
     @router.post("/v1/completions", openapi_extra=http.body_schema(CompletionFields))
     async def completions(request: Request) -> Response:
+        """Continue a prompt."""
         body = await http.read_object(request, core.check_open)
         fields, options = parse_completion(body)
         core.check_model(fields.model)
@@ -54,6 +57,7 @@ def openai_router(core: GatewayCore) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=http.body_schema(ChatFields))
     async def chat_completions(request: Request) -> Response:
+        """Answer a chat."""
         body = await http.read_object(request, core.check_open)
         request_id, trace = http.new_id("chatcmpl"), http.trace_context(request)
         chat = await chat_request(core, body, request_id=request_id, trace=trace)

@@ -30,7 +30,8 @@ def control_router(core: GatewayCore) -> APIRouter:
     """Return the routes of one gateway."""
     router = APIRouter(tags=["SGLang"])
 
-    @router.api_route("/flush_cache", methods=["GET", "POST"], response_class=PlainTextResponse)
+    @router.get("/flush_cache")
+    @router.post("/flush_cache")
     async def flush_cache(request: Request) -> Response:
         """Empty the prefix cache of all verifiers.
 
