@@ -24,7 +24,7 @@ from gateway.drafters_api import drafters_router
 from gateway.generate_api import generate_router
 from gateway.messages import VerifierInfo
 from gateway.openai_api import openai_router
-from gateway.openapi.document import complete
+from gateway.openapi.document import complete, methods_of
 from gateway.openapi.page import SECURITY_POLICY, page
 from gateway.responses.api import responses_router
 from gateway.sglang.control import control_router
@@ -141,8 +141,11 @@ def _add_error_handlers(app: FastAPI, core: GatewayCore) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         """Answer the routing's errors: unknown path, wrong method."""
-        headers = dict(error.headers or {})
-        return error_shapes.status_response(request.url.path, error.status_code, str(error.detail), headers)
+        path, headers = request.url.path, {name.lower(): text for name, text in (error.headers or {}).items()}
+        if error.status_code == 405 and (methods := methods_of(app.openapi(), path)):
+            # The routing names the methods of one route only.
+            headers["allow"] = ", ".join(methods)
+        return error_shapes.status_response(path, error.status_code, str(error.detail), headers)
 
     @app.exception_handler(Exception)
     async def unexpected_error(request: Request, error: Exception) -> Response:

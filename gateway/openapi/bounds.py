@@ -34,10 +34,15 @@ def _one_or_many(item: Schema, most: int, least: int = 0) -> Schema:
 
 _RANGES = limits.SAMPLING_RANGES
 _TOKEN = {"type": "integer", "minimum": 0}
-_TEXT = _text(limits.MAX_PROMPT_CHARS)
+_TEXT = _text(limits.MAX_PROMPT_CHARS, 1)
 _IDS = {"type": "array", "items": _TOKEN, "minItems": 1}
 _PROMPTS = limits.MAX_PROMPTS_PER_REQUEST
 _NAME = _text(64, 1)
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
 # The fields' own names, and of fields that have another name than in foretoken/limits.py.
 _FIELDS: dict[str, Schema] = {
     **{name: in_range(allowed) for name, allowed in _RANGES.items()},
@@ -70,7 +75,7 @@ _FIELDS: dict[str, Schema] = {
 _FIELDS_OF: dict[str, dict[str, Schema]] = {
     "CompletionFields": {"prompt": {"anyOf": [_TEXT, _list(_TEXT, _PROMPTS, 1), _IDS, _list(_IDS, _PROMPTS, 1)]}},
     "ChatFields": {"logprobs": {}},
-    "TokenizeFields": {"prompt": _TEXT},
+    "TokenizeFields": {"prompt": _text(limits.MAX_PROMPT_CHARS)},
     "CorpusFields": {"name": _NAME | {"pattern": "^[a-z0-9][a-z0-9_.-]{0,63}$"}, "text": _TEXT},
     "DrafterFields": {
         "name": _NAME | {"pattern": "^[a-z0-9][a-z0-9_.-]{0,63}$"},
@@ -79,7 +84,7 @@ _FIELDS_OF: dict[str, dict[str, Schema]] = {
     "ResponsesFields": {"text": {}, "max_output_tokens": in_range(_RANGES["max_tokens"])},
     "AbortFields": {"rid": _text(limits.MAX_REQUEST_ID_CHARS)},
     # Definitions to which bodies refer.
-    "ChatMessage": {},
+    "ChatMessage": {"content": {"anyOf": [_text(limits.MAX_PROMPT_CHARS), _list(_PART, limits.MAX_CONTENT_PARTS)]}},
     "SpeculativeFields": {"max_draft_tokens": in_range(limits.MAX_DRAFT_TOKENS)},
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import BaseModel
@@ -117,6 +118,14 @@ def complete(document: Schema) -> Schema:
         for method, operation in operations.items():
             _complete(path, method.upper(), operation, schemas)
     return document
+
+
+def methods_of(document: Schema, path: str) -> list[str]:
+    """Return the methods of a path; an empty list if the document does not have it."""
+    for template, operations in document["paths"].items():
+        if re.fullmatch(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(template)), path):
+            return sorted(method.upper() for method in operations)
+    return []
 
 
 def _complete(path: str, method: str, operation: Schema, schemas: Schema) -> None:

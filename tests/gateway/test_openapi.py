@@ -124,6 +124,13 @@ async def test_errors_are_as_described(stack: Stack) -> None:
         answers.Error.model_validate(answer.json())
 
 
+async def test_a_wrong_method_is_told_all_that_the_path_has(stack: Stack) -> None:
+    for path, allow in [("/flush_cache", "GET, POST"), ("/v1/corpora", "GET, POST"), ("/v1/corpora/a", "DELETE")]:
+        answer = await stack.http.patch(path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allow)
+    assert (await stack.http.patch("/docs")).headers["allow"] == "GET"
+
+
 async def test_the_page_shows_all_operations_and_loads_nothing(stack: Stack, document: dict[str, Any]) -> None:
     answer = await stack.http.get("/docs")
     text = answer.text
