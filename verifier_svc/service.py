@@ -183,7 +183,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         self._check_alive()
         done: Future[int] = Future()
         self._engine.send(FlushCache(done))
-        return verifier_pb2.FlushCacheResponse(num_blocks=await asyncio.wrap_future(done))
+        num_blocks = await asyncio.wrap_future(done)
+        return verifier_pb2.FlushCacheResponse(num_blocks=num_blocks)
 
     @property
     def _registry(self) -> DrafterRegistry:

@@ -42,7 +42,11 @@ class Outcomes:
 
 async def send_rest(client: httpx.AsyncClient, request: RestRequest, outcomes: Outcomes) -> None:
     """Send one REST request and count its end."""
-    answer = await client.request(request.method, request.path, content=request.content, headers=request.headers)
+    # An absolute URL may have any path; httpx takes a relative one that begins with // for a host.
+    url = httpx.URL(scheme="http", host=client.base_url.host, port=client.base_url.port).copy_with(
+        raw_path=request.path.encode()
+    )
+    answer = await client.request(request.method, url, content=request.content, headers=request.headers)
     outcomes.add(f"HTTP {answer.status_code}", rest_fault(request, answer))
 
 

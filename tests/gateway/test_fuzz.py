@@ -10,7 +10,7 @@ from tests.gateway.scripted_verifier import steps
 from tests.support.fuzzed_requests import FuzzedRequests
 
 pytestmark = pytest.mark.anyio
-NUM_REQUESTS = 1500
+NUM_REQUESTS = 1000
 
 
 def test_a_seed_makes_the_same_requests() -> None:
