@@ -77,6 +77,13 @@ _STATUSES = {
 _BODIES = (CompletionFields, ChatFields, ResponsesFields, MessagesFields, CountTokensFields, SglangSamplingFields)
 _OF_ALL = (400, 401, 403, 421, 500)
 _OF_BODIES = (404, 408, 409, 413, 415, 429, 503, 504)
+# Of each server-sent event.
+_EVENT = {
+    "type": "object",
+    "description": "With stream: true. data holds JSON; the last event of OpenAI's and SGLang's streams is [DONE].",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
 # Calls that need no model.
 _PLAIN = {"/health"}
 EXAMPLES: dict[str, Schema] = {
@@ -190,7 +197,7 @@ def _success(path: str, method: str, schemas: Schema) -> Schema:
         schema = {"anyOf": [schema, {"type": "array", "items": schema}]}
     content: Schema = {JSON: {"schema": schema}}
     if path in STREAMS:
-        content[EVENTS] = {"schema": {"type": "string", "description": "With stream: true. It ends with [DONE]."}}
+        content[EVENTS] = {"schema": _EVENT}
     return {"description": "Done.", "content": content}
 
 

@@ -67,6 +67,12 @@ async def test_every_route_has_an_answer_and_all_statuses(document: dict[str, An
             assert operation["tags"] and operation["description"], (method, path)
 
 
+async def test_a_streams_schema_is_that_of_each_event(document: dict[str, Any]) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"):
+        schema = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+        assert (schema["type"], schema["required"]) == ("object", ["data"])
+
+
 async def test_references_lead_somewhere_and_operations_have_names_of_their_own(document: dict[str, Any]) -> None:
     references = {part["$ref"] for part in inside(document) if "$ref" in part}
     names = {reference.removeprefix("#/components/schemas/") for reference in references}
