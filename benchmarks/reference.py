@@ -135,7 +135,7 @@ class EngineGenerator:
         from verifier_svc.outbox import Outbox
         from verifier_svc.server import build
 
-        settings = VerifierSettings(model=model, served_model_name="engine", address="unix:/none", threads=threads)
+        settings = VerifierSettings(model=model, served_model_names=("engine",), address="unix:/none", threads=threads)
         self._engine = build(settings, progress=_no_progress).engine
         self._outbox = Outbox(wake=_nobody_waits)
         self._session = self._engine.open_session(self._outbox)

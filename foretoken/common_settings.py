@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from foretoken.address import Address
 from foretoken.config import Flag, Settings
@@ -54,8 +54,18 @@ class ServedModelSettings(LinkSettings):
     """Settings of gateways and verifiers."""
 
     model: Annotated[Path, Flag("MODEL")] = Field(description="Folder or hub id of the checkpoint.")
-    served_model_name: Annotated[str, Flag(unset="the folder's name, or the hub id")] = Field(
-        description="Model name in requests and answers."
+    served_model_names: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--served-model-name",
+            metavar="NAME[,NAME]",
+            unset="the folder's name, or the hub id",
+            one_or_many=True,
+        ),
+    ] = Field(
+        min_length=1,
+        description="Names of the model in requests; may be given several times. An answer has the name that its "
+        "request used. The first name stands in metrics, and in answers to requests without one.",
     )
     drain_timeout_s: Annotated[float, Flag("--drain-timeout")] = Field(
         default=20.0, ge=0, description="Seconds that running streams have to finish after SIGTERM."
@@ -65,6 +75,29 @@ class ServedModelSettings(LinkSettings):
     ] = Field(
         default=None, description="Send spans to this OpenTelemetry collector: http://host:4317 (OTLP over gRPC)."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_name(cls, values: Any) -> Any:
+        """Take ``served_model_name`` for the only name."""
+        if isinstance(values, dict) and "served_model_name" in values:
+            values = dict(values)
+            values["served_model_names"] = values.pop("served_model_name")
+        return values
+
+    @field_validator("served_model_names", mode="before")
+    @classmethod
+    def _separate(cls, names: Any) -> Any:
+        """Return the names in comma-separated texts, each once."""
+        texts = (names,) if isinstance(names, str) else names
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+            raise ValueError("expected text")
+        return tuple(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
+
+    @property
+    def served_model_name(self) -> str:
+        """The first of the names."""
+        return self.served_model_names[0]
 
 
 class ComputeSettings(Settings):

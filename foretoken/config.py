@@ -43,6 +43,8 @@ class Flag:
     # Names that the flag accepts in any case, for a field that converts some of them.
     choices: tuple[str, ...] = ()
     hidden: bool = False
+    # Whether one value may stand for the list of a repeated flag in a config file.
+    one_or_many: bool = False
     # Always the first of a service's flags: it distinguishes processes of one kind.
     leads: bool = False
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretoken import address
-from foretoken.errors import InvalidRequestError
+from foretoken.errors import ContextLengthError, InvalidRequestError
 from foretoken.sampling import Grammar, SamplingParams, SpeculationOptions
 
 
@@ -152,6 +152,11 @@ def check_chars(field: str, count: int, most: int, *, least: int = 0) -> None:
 def check_text(field: str, value: str, max_chars: int, *, min_chars: int = 0) -> None:
     """Raise InvalidRequestError naming ``field`` for a wrong length or invalid Unicode."""
     check_chars(field, len(value), max_chars, least=min_chars)
+    check_unicode(field, value)
+
+
+def check_unicode(field: str, value: str) -> None:
+    """Raise InvalidRequestError naming ``field`` for a text without a UTF-8 form."""
     # JSON can spell half of a surrogate pair, which has no UTF-8 form for the wire or a hash.
     try:
         value.encode()
@@ -275,16 +280,32 @@ def check_tokens(field: str, count: int, most: int) -> None:
 
 
 def check_prompt_length(field: str, num_tokens: int, max_model_len: int, *, at_least: bool = False) -> None:
-    """Raise InvalidRequestError naming ``field`` unless a prompt of this length fits the context.
+    """Raise ContextLengthError naming ``field`` unless a prompt of this length fits the context.
 
     ``at_least``: the prompt has not been encoded and may have more tokens.
+
+    The words are OpenAI's, because clients search for them. The completion counts as one token,
+    the fewest that a request needs: a larger ``max_tokens`` is cut to what the prompt leaves.
     """
     if num_tokens >= max_model_len:
-        raise InvalidRequestError(
-            f"{field} has {'at least ' if at_least else ''}{num_tokens} tokens; this model's context is "
-            f"{max_model_len} tokens, and the output needs at least one of them",
+        more = "at least " if at_least else ""
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{more}{num_tokens + 1} tokens ({more}{num_tokens} in the messages, 1 in the completion). "
+            "Please reduce the length of the messages or completion.",
             field=field,
         )
+
+
+def check_prompt_size(field: str, num_chars: int, max_model_len: int, *, num_bytes: int = 0) -> None:
+    """Raise ContextLengthError naming ``field`` for a text that is too long to be encoded."""
+    for count, most, unit in ((num_chars, MAX_PROMPT_CHARS, "characters"), (num_bytes, MAX_PROMPT_BYTES, "bytes")):
+        if count > most:
+            raise ContextLengthError(
+                f"This model's maximum context length is {max_model_len} tokens. However, your messages have "
+                f"{count} {unit}, and at most {most} are encoded. Please reduce the length of the messages.",
+                field=field,
+            )
 
 
 def check_prompt(prompt_ids: Sequence[int], model: ModelLimits, *, field: str = "prompt") -> None:

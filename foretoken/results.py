@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class FinishReason(enum.StrEnum):
-    """Why an output ended, with OpenAI's values; clients never see ABORT."""
+    """Why an output ended, with OpenAI's values; clients see ABORT only after /abort_request."""
 
     STOP = "stop"
     LENGTH = "length"

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import Response
+from fastapi.responses import HTMLResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -16,7 +16,6 @@ from foretoken import telemetry
 from foretoken.errors import ForetokenError
 from gateway import error_shapes, http
 from gateway.anthropic.api import anthropic_router
-from gateway.anthropic.body import CountTokensFields, MessagesFields
 from gateway.bodies import BodyMiddleware
 from gateway.callers import CallerCheck, CallerMiddleware
 from gateway.core import GatewayCore
@@ -25,26 +24,30 @@ from gateway.drafters_api import drafters_router
 from gateway.generate_api import generate_router
 from gateway.messages import VerifierInfo
 from gateway.openai_api import openai_router
-from gateway.openai_request import ChatFields, CompletionFields
+from gateway.openapi.document import complete, methods_of
+from gateway.openapi.page import SECURITY_POLICY, page
 from gateway.responses.api import responses_router
-from gateway.responses.body import ResponsesFields
+from gateway.sglang.control import control_router
+from gateway.sglang.info import info_router
 from gateway.tokenize_api import tokenize_router
 
 
 def create_app(core: GatewayCore) -> FastAPI:
     """Return the ASGI application of one gateway."""
-    app = FastAPI(title="foretoken", version=foretoken.__version__, redoc_url=None)
+    app = FastAPI(title="foretoken", version=foretoken.__version__, docs_url=None, redoc_url=None)
     app.include_router(openai_router(core))
     app.include_router(responses_router(core))
     app.include_router(anthropic_router(core))
     app.include_router(generate_router(core))
+    app.include_router(info_router(core))
+    app.include_router(control_router(core))
     app.include_router(tokenize_router(core))
     if core.admin_key is not None:
         app.include_router(corpora_router(core, core.admin_key))
         app.include_router(drafters_router(core, core.admin_key))
     _add_operator_routes(app, core)
     _add_error_handlers(app, core)
-    _add_schemas(app)
+    _add_documents(app)
     _add_middleware(app, core)
     return app
 
@@ -138,8 +141,11 @@ def _add_error_handlers(app: FastAPI, core: GatewayCore) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         """Answer the routing's errors: unknown path, wrong method."""
-        headers = dict(error.headers or {})
-        return error_shapes.status_response(request.url.path, error.status_code, str(error.detail), headers)
+        path, headers = request.url.path, {name.lower(): text for name, text in (error.headers or {}).items()}
+        if error.status_code == 405 and (methods := methods_of(app.openapi(), path)):
+            # The routing names the methods of one route only.
+            headers["allow"] = ", ".join(methods)
+        return error_shapes.status_response(path, error.status_code, str(error.detail), headers)
 
     @app.exception_handler(Exception)
     async def unexpected_error(request: Request, error: Exception) -> Response:
@@ -147,15 +153,17 @@ def _add_error_handlers(app: FastAPI, core: GatewayCore) -> None:
         return error_shapes.error_response(request.url.path, ForetokenError("internal error"))
 
 
-def _add_schemas(app: FastAPI) -> None:
-    """Describe bodies in the OpenAPI document, although the routes read them themselves."""
+def _add_documents(app: FastAPI) -> None:
+    """Serve the OpenAPI document, complete, and a page that shows it."""
     generate = app.openapi
 
+    @functools.cache
     def openapi() -> dict[str, Any]:
-        document = generate()
-        schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        kinds = (CompletionFields, ChatFields, ResponsesFields, MessagesFields, CountTokensFields)
-        schemas.update(http.component_schemas(*kinds))
-        return document
+        return complete(generate())
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        """Return the OpenAPI document as a page."""
+        return HTMLResponse(page(openapi()), headers={"content-security-policy": SECURITY_POLICY})
 
     app.openapi = openapi  # type: ignore[method-assign]

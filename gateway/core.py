@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
@@ -25,6 +25,7 @@ from gateway.generation import ClientGoneError, Generation, GenerationRequest, P
 from gateway.messages import VerifierInfo
 from gateway.metrics import GatewayMetrics
 from gateway.request_span import end_span, refused_span, start_span
+from gateway.running import RunningRequests
 from gateway.tokenizer import SHORT_TEXT_CHARS, SHORT_TEXT_TOKENS, Tokenizer
 from gateway.verifier_pool import VerifierPool
 
@@ -72,6 +73,9 @@ class GatewayCore:
             vllm_names=settings.vllm_metric_names,
         )
         self.created = int(time.time())
+        self.running = RunningRequests()
+        # Aborts requests by name, in all gateway processes.
+        self.abort: Callable[[str | None], Awaitable[int]] = self._abort_here
         self.chat_forms = ChatForms(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         self._text_threads = ThreadPoolExecutor(MAX_TEXT_THREADS, "text")
         self._tracer = tracer
@@ -97,10 +101,15 @@ class GatewayCore:
         return round(1e3 * self.settings.request_timeout_s)
 
     def check_model(self, name: str | None) -> None:
-        """Raise NotFoundError unless ``name`` is the served model, or absent."""
-        served = self.settings.served_model_name
-        if name and name != served:
-            raise NotFoundError(f"the model {name!r} does not exist; this server serves {served!r}", field="model")
+        """Raise NotFoundError unless ``name`` is one of the served model's, or absent."""
+        served = self.settings.served_model_names
+        if name and name not in served:
+            known = ", ".join(map(repr, served))
+            raise NotFoundError(f"the model {name!r} does not exist; this server serves {known}", field="model")
+
+    def answered_model(self, name: str | None) -> str:
+        """Return the name of the model in the answer to a request for ``name``."""
+        return name or self.settings.served_model_name
 
     def check_open(self) -> None:
         """Raise QueueFullError or UnavailableError if the gateway would refuse any request now.
@@ -117,9 +126,14 @@ class GatewayCore:
     async def encode(self, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> Prompt:
         """Return a prompt's text with its token ids.
 
-        Raises InvalidRequestError naming ``field`` if it is too long.
+        Raises ContextLengthError naming ``field`` if it is too long.
         """
-        check = functools.partial(limits.check_prompt_length, field, max_model_len=(await self.info()).max_model_len)
+        max_model_len = (await self.info()).max_model_len
+        check = functools.partial(limits.check_prompt_length, field, max_model_len=max_model_len)
+        check(self.tokenizer.min_tokens(len(text)), at_least=True)
+        limits.check_prompt_size(field, len(text), max_model_len)
+        limits.check_unicode(field, text)
+        limits.check_prompt_size(field, len(text), max_model_len, num_bytes=len(text.encode()))
         return Prompt(await self.token_ids(text, check, field=field, add_special_tokens=add_special_tokens), text)
 
     async def encode_prediction(self, text: str, *, field: str) -> tuple[int, ...]:
@@ -207,8 +221,9 @@ class GatewayCore:
             generation = Generation(request, self.verifiers, self.tokenizer, max_model_len, self.metrics.tokens_arrived)
             failure: str | None = "cancelled"
             try:
-                generation.start()
-                yield generation
+                with self.running.holding(generation, client_id):
+                    generation.start()
+                    yield generation
                 failure = None if all(output.ended for output in generation.outputs) else "cancelled"
             except ForetokenError as error:
                 failure = error.status.name.lower()
@@ -225,6 +240,9 @@ class GatewayCore:
                 self._ended(generation, failure, api, client_id)
                 if span is not None:
                     end_span(span, generation, failure)
+
+    async def _abort_here(self, name: str | None) -> int:
+        return self.running.abort(name)
 
     def reject(self, error: ForetokenError, *, api: str, client_id: str, trace: TraceContext | None) -> None:
         """Count, log and trace a request that was refused before it ran, unless already done."""

@@ -167,6 +167,7 @@ def generate_router(core: GatewayCore) -> APIRouter:
 
     @router.post("/generate", openapi_extra=http.body_schema(GenerateFields))
     async def generate(request: Request) -> Response:
+        """Continue a prompt, in SGLang's form."""
         body = await http.read_object(request, core.check_open)
         # SGLang's clients send nulls and empty values for fields that they do not use.
         fields = validate(
@@ -264,4 +265,6 @@ def _finish_reason(output: Output) -> dict[str, Any] | None:
         return None
     if output.finish_reason is FinishReason.LENGTH:
         return {"type": "length", "length": len(output.token_ids)}
+    if output.finish_reason is FinishReason.ABORT:
+        return {"type": "abort", "message": "Aborted by /abort_request."}
     return {"type": "stop", "matched": output.matched}

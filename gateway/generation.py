@@ -220,6 +220,20 @@ class Output:
         self.error = error
         self._on_change(self)
 
+    def abort(self) -> bool:
+        """End the output with the text that it has; return whether it was not complete."""
+        if self.ended or self.error is not None or self.sequence is None:
+            return False
+        self._last_text = self._text.flush()
+        self.finish_reason, self.matched = FinishReason.ABORT, self._text.matched
+        if self.is_waiting:
+            self.sequence.drop()
+            self._close(Finished(FinishReason.ABORT, len(self.spec.prompt_ids), 0, len(self.token_ids)))
+        else:
+            # The verifier's figures close it.
+            self.sequence.abort(kept_tokens=len(self.token_ids))
+        return True
+
     def _close(self, finished: Finished) -> None:
         self.finished = finished
         self._on_change(self)
@@ -407,6 +421,10 @@ class Generation:
                 await self._news.wait()
         self._news.clear()
         return [output.take() for output in self.outputs]
+
+    def abort(self) -> bool:
+        """End all outputs with the text that they have; return whether any was not complete."""
+        return any([output.abort() for output in self.outputs])
 
     def disconnect(self) -> None:
         """Raise ClientGoneError in whoever waits: the client is gone."""

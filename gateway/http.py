@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -14,6 +14,7 @@ from fastapi.responses import Response
 
 from foretoken import tracing
 from foretoken.errors import (
+    ContextLengthError,
     DeadlineError,
     ForetokenError,
     InvalidRequestError,
@@ -35,24 +36,23 @@ BODY_TIMEOUT_S = 60.0
 BODY_STALL_S = 10.0
 # The server may receive this much of a body before it is read here.
 READ_AHEAD_BYTES = 256 * 1024
-MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES
 COMPONENTS = "#/components/schemas/"
 RETRY_AFTER_S = 1
-# OpenAI's names where it has them.
+# OpenAI's types and codes where it has such an error.
 _TYPES: dict[type[ForetokenError], str] = {
     InvalidRequestError: "invalid_request_error",
     NotFoundError: "invalid_request_error",
     PreconditionError: "invalid_request_error",
-    QueueFullError: "rate_limit_error",
+    QueueFullError: "requests",
     UnavailableError: "service_unavailable_error",
     DeadlineError: "timeout_error",
     ModelOutputError: "server_error",
-    UnauthenticatedError: "authentication_error",
-    PermissionDeniedError: "permission_error",
+    UnauthenticatedError: "invalid_request_error",
+    PermissionDeniedError: "invalid_request_error",
 }
 _CODES: dict[type[ForetokenError], str] = {
     NotFoundError: "model_not_found",
-    QueueFullError: "queue_full",
+    QueueFullError: "rate_limit_exceeded",
     UnavailableError: "service_unavailable",
     DeadlineError: "deadline_exceeded",
     ModelOutputError: "model_output_error",
@@ -101,9 +101,8 @@ async def read_object(
 ) -> dict[str, Any]:
     """Return the JSON object in the body, whose bytes it first takes from the budget.
 
-    A slightly larger body is read and discarded: if the connection closed while the client still
-    sends, the client would lose the answer. ``check`` runs before parsing and may raise. Raises
-    QueueFullError if the budget has no room.
+    ``check`` runs before parsing and may raise. Raises QueueFullError if the budget has no room,
+    and BodyTooLargeError at once: the connection drops the rest of the body.
     """
     _check_media_type(request)
     body = await _read_body(request)
@@ -124,21 +123,18 @@ async def _read_body(request: Request) -> bytes:
     """Return the body. Raises BodyTimeoutError, BodyTooLargeError and QueueFullError."""
     hold, announced = hold_of(request.scope), _content_length(request)
     is_announced = "content-length" in request.headers
-    if announced <= MAX_BODY_BYTES:
-        hold.resize(announced if is_announced else READ_AHEAD_BYTES)
+    _check_size(announced)
+    hold.resize(announced if is_announced else READ_AHEAD_BYTES)
     body = _new_buffer(announced if is_announced else MAX_BODY_BYTES)
     size = 0
     now = asyncio.get_running_loop().time
     deadline = now() + BODY_TIMEOUT_S
     try:
         async with asyncio.timeout_at(min(deadline, now() + BODY_STALL_S)) as timeout:
-            async for part in _parts(request, announced):
+            async for part in request.stream():
                 timeout.reschedule(min(deadline, now() + BODY_STALL_S))
                 start, size = size, size + len(part)
-                if max(size, announced) > MAX_BODY_BYTES:
-                    body = bytearray()
-                    hold.release()
-                    continue
+                _check_size(size)
                 if not is_announced:
                     hold.resize(size + READ_AHEAD_BYTES)
                 body[start:size] = part
@@ -146,8 +142,6 @@ async def _read_body(request: Request) -> bytes:
         if timeout.when() != deadline:
             raise BodyTimeoutError(f"nothing of the body arrived for {BODY_STALL_S:g} s") from None
         raise BodyTimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-    if max(size, announced) > MAX_BODY_BYTES:
-        raise BodyTooLargeError(f"the body must not be larger than {MAX_BODY_BYTES} bytes")
     return bytes(memoryview(body)[:size])
 
 
@@ -156,19 +150,12 @@ def _new_buffer(most: int) -> bytearray | mmap.mmap:
 
     A large one uses memory as it fills, and frees all of it.
     """
-    return bytearray() if not READ_AHEAD_BYTES < most <= MAX_BODY_BYTES else mmap.mmap(-1, most)
+    return bytearray() if most <= READ_AHEAD_BYTES else mmap.mmap(-1, most)
 
 
-async def _parts(request: Request, announced: int) -> AsyncIterator[bytes]:
-    """Yield the body's parts; stop when it is, or is announced to be, far too large."""
-    size = 0
-    if announced > MAX_DISCARDED_BYTES:
-        return
-    async for part in request.stream():
-        size += len(part)
-        yield part
-        if size > MAX_DISCARDED_BYTES:
-            return
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_BODY_BYTES:
+        raise BodyTooLargeError(f"the body must not be larger than {MAX_BODY_BYTES} bytes")
 
 
 def _content_length(request: Request) -> int:
@@ -218,7 +205,7 @@ def error_object(error: ForetokenError) -> dict[str, Any]:
     return {
         "error": {
             "message": error.message if known else "internal error",
-            "type": _TYPES[known] if known else "internal_error",
+            "type": _TYPES[known] if known else "server_error",
             "param": error.field or None,
             "code": _code(known, error) if known else None,
         }
@@ -226,6 +213,8 @@ def error_object(error: ForetokenError) -> dict[str, Any]:
 
 
 def _code(kind: type[ForetokenError], error: ForetokenError) -> str | None:
+    if isinstance(error, ContextLengthError):
+        return "context_length_exceeded"
     if (kind is NotFoundError and error.field != "model") or isinstance(error, ForeignOriginError):
         return None
     return _CODES.get(kind)

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 64 * 1024
 # From a connection's start, or a later request's first byte, to the end of the headers.
 HEADER_TIMEOUT_S = 20.0
+# After an answer that came before the end of the request's body: the most seconds that the rest is
+# read and dropped. A client that only sends would lose the answer if the connection closed earlier.
+DRAIN_TIMEOUT_S = 30.0
 # Proxies and clients keep idle connections for less time, so that they, not the server, close them.
 KEEP_ALIVE_S = 75
 MAX_CONNECTIONS = 4096
@@ -47,7 +50,9 @@ class HttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._client_timeout_s = client_timeout_s
         self._num_header_bytes = 0
-        self._in_headers = False
+        self._in_headers = self._in_body = False
+        # Whether the connection closes when the body's end has arrived.
+        self._is_draining = False
         self._header_timer: TimerHandle | None = None
         self._reader_timer: TimerHandle | None = None
         self._unread_bytes = 0
@@ -72,7 +77,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
-            self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._headers_overdue)
+            seconds = DRAIN_TIMEOUT_S if self._in_body else HEADER_TIMEOUT_S
+            self._header_timer = self.loop.call_later(seconds, self._headers_overdue)
         super().data_received(data)
         if self._in_headers:
             self._num_header_bytes += len(data)
@@ -85,9 +91,20 @@ class HttpProtocol(HttpToolsProtocol):
         self.scope["extensions"] = {_DIRECT: {"connection": self}}
 
     def on_headers_complete(self) -> None:
-        self._in_headers = False
+        self._in_headers, self._in_body = False, True
         self._stop_header_timer()
         super().on_headers_complete()
+        # The application has not started yet.
+        self.cycle.transport = _AnswerTransport(self)  # type: ignore[assignment]
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_body = False
+        if self.cycle.response_complete:
+            # The rest of a refused body was read and dropped.
+            self._stop_header_timer()
+        if self._is_draining:
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         # Free the received part of a refused body; the connection would keep it.
@@ -115,6 +132,16 @@ class HttpProtocol(HttpToolsProtocol):
         lines = b"HTTP/1.1 %d %s\r\n%scontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
         self.transport.write(lines % (status, phrase, headers, len(text), text.encode()))
         self.transport.close()
+
+    def close_after_body(self) -> None:
+        """Close the connection; if the client still sends its body, end only our side before that."""
+        if not self._in_body or self.transport.is_closing():
+            self.transport.close()
+            return
+        self._is_draining = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._header_timer = self.loop.call_later(DRAIN_TIMEOUT_S, self._headers_overdue)
 
     # Writing.
 
@@ -157,6 +184,19 @@ class HttpProtocol(HttpToolsProtocol):
         if self._reader_timer is not None:
             self._reader_timer.cancel()
             self._reader_timer = None
+
+
+class _AnswerTransport:
+    """A connection's transport as its answers see it."""
+
+    def __init__(self, connection: HttpProtocol) -> None:
+        self._connection = connection
+
+    def write(self, data: bytes) -> None:
+        self._connection.transport.write(data)
+
+    def close(self) -> None:
+        self._connection.close_after_body()
 
 
 def direct_connection(scope: Scope) -> HttpProtocol | None:

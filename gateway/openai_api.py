@@ -26,15 +26,19 @@ def openai_router(core: GatewayCore) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> Response:
-        return http.json_response({"object": "list", "data": [await _model(core)]})
+        """List the served model, once for each of its names."""
+        data = [await _model(core, name) for name in core.settings.served_model_names]
+        return http.json_response({"object": "list", "data": data})
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
+        """Return the served model by one of its names."""
         core.check_model(name)
-        return http.json_response(await _model(core))
+        return http.json_response(await _model(core, core.answered_model(name)))
 
     @router.post("/v1/completions", openapi_extra=http.body_schema(CompletionFields))
     async def completions(request: Request) -> Response:
+        """Continue a prompt."""
         body = await http.read_object(request, core.check_open)
         fields, options = parse_completion(body)
         core.check_model(fields.model)
@@ -49,14 +53,15 @@ def openai_router(core: GatewayCore) -> APIRouter:
         await core.check(generation)
         if options.echo:
             generation = await _with_texts(core, generation)
-        return _exchange(core, request, generation, options, CompletionFormat)
+        return _exchange(core, request, generation, options, fields.model, CompletionFormat)
 
     @router.post("/v1/chat/completions", openapi_extra=http.body_schema(ChatFields))
     async def chat_completions(request: Request) -> Response:
+        """Answer a chat."""
         body = await http.read_object(request, core.check_open)
         request_id, trace = http.new_id("chatcmpl"), http.trace_context(request)
         chat = await chat_request(core, body, request_id=request_id, trace=trace)
-        return _exchange(core, request, chat.generation, chat.options, ChatFormat)
+        return _exchange(core, request, chat.generation, chat.options, chat.model, ChatFormat)
 
     return router
 
@@ -77,22 +82,23 @@ def _exchange(
     request: Request,
     generation: GenerationRequest,
     options: GenerationOptions,
+    model: str | None,
     kind: type[ChatFormat] | type[CompletionFormat],
 ) -> Response:
-    settings = core.settings
-    reply: ReplyFormat = kind(
-        options, settings.served_model_name, int(time.time()), core.tokenizer, settings.speculative_metrics
-    )
+    name, detail = core.answered_model(model), core.settings.speculative_metrics
+    reply: ReplyFormat = kind(options, name, int(time.time()), core.tokenizer, detail)
     return Exchange(
         core, generation, reply, stream=options.stream, api=request.url.path, client_id=http.client_id(request)
     )
 
 
-async def _model(core: GatewayCore) -> dict[str, Any]:
+async def _model(core: GatewayCore, name: str) -> dict[str, Any]:
     return {
-        "id": core.settings.served_model_name,
+        "id": name,
         "object": "model",
         "created": core.created,
         "owned_by": "foretoken",
+        "root": core.settings.served_model_name,
+        "parent": None,
         "max_model_len": (await core.info()).max_model_len,
     }

@@ -31,6 +31,7 @@ from gateway.http_protocol import KEEP_ALIVE_S, HttpProtocol
 from gateway.sockets import BACKLOG, bracketed, hold, listen
 from gateway.tokenizer import Tokenizer
 from gateway.verifier_pool import VerifierPool
+from gateway.worker_aborts import abort_in_all_workers, aborts_socket, serve_aborts
 from gateway.worker_metrics import serve_text, totals_of_all_workers
 from protos import gateway_pb2_grpc
 
@@ -135,14 +136,19 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _counting_with_others(self, path: Path) -> AsyncIterator[None]:
-        """Serve this worker's counts at ``path``, and show the sum of all workers."""
+        """Serve this worker's counts at ``path``, and show the sum of all workers; abort in all of them."""
         metrics = self.core.metrics
         metrics.gather = functools.partial(totals_of_all_workers, path.parent)
 
         async def own_counts() -> bytes:
             return render(metrics.own_families())
 
-        async with serve_text(path, own_counts):
+        folder, number = path.parent, int(path.stem.rpartition("-")[2])
+        self.core.abort = functools.partial(abort_in_all_workers, folder, self._settings.num_workers)
+        async with (
+            serve_aborts(aborts_socket(folder, number), self.core.running.abort),
+            serve_text(path, own_counts),
+        ):
             yield
 
     async def drain(self) -> None:

@@ -42,6 +42,7 @@ def tokenize_router(core: GatewayCore) -> APIRouter:
 
     @router.post("/tokenize", openapi_extra=http.body_schema(TokenizeFields))
     async def tokenize(request: Request) -> Response:
+        """Return the token ids of a text or a chat."""
         body = await http.read_object(request)
         with_strings = body.get("return_token_strs") is True
         if "messages" in body:
@@ -63,6 +64,7 @@ def tokenize_router(core: GatewayCore) -> APIRouter:
 
     @router.post("/detokenize", openapi_extra=http.body_schema(DetokenizeFields))
     async def detokenize(request: Request) -> Response:
+        """Return the text of token ids."""
         fields = validate(DetokenizeFields, await http.read_object(request), ignored=IGNORED)
         core.check_model(fields.model)
         if isinstance(fields.tokens, list):
@@ -75,6 +77,7 @@ def tokenize_router(core: GatewayCore) -> APIRouter:
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
+        """Return special tokens, chat template and class of the tokenizer."""
         return http.json_response(core.tokenizer.describe())
 
     return router

@@ -74,6 +74,11 @@ class VerifierServiceStub(object):
                 request_serializer=protos_dot_verifier__pb2.DetachDrafterRequest.SerializeToString,
                 response_deserializer=protos_dot_verifier__pb2.DetachDrafterResponse.FromString,
                 _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/foretoken.verifier.v1.VerifierService/FlushCache',
+                request_serializer=protos_dot_verifier__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=protos_dot_verifier__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
 
 
 class VerifierServiceServicer(object):
@@ -139,6 +144,13 @@ class VerifierServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlushCache(self, request, context):
+        """Empties the prefix cache. FAILED_PRECONDITION: sequences run or wait.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VerifierServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -181,6 +193,11 @@ def add_VerifierServiceServicer_to_server(servicer, server):
                     servicer.DetachDrafter,
                     request_deserializer=protos_dot_verifier__pb2.DetachDrafterRequest.FromString,
                     response_serializer=protos_dot_verifier__pb2.DetachDrafterResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=protos_dot_verifier__pb2.FlushCacheRequest.FromString,
+                    response_serializer=protos_dot_verifier__pb2.FlushCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -399,6 +416,33 @@ class VerifierService(object):
             '/foretoken.verifier.v1.VerifierService/DetachDrafter',
             protos_dot_verifier__pb2.DetachDrafterRequest.SerializeToString,
             protos_dot_verifier__pb2.DetachDrafterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/foretoken.verifier.v1.VerifierService/FlushCache',
+            protos_dot_verifier__pb2.FlushCacheRequest.SerializeToString,
+            protos_dot_verifier__pb2.FlushCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable
 
 from verifier_svc.drafters.changes import AttachDrafter, DetachDrafter
-from verifier_svc.messages import Abort, CloseSession, Submit
+from verifier_svc.messages import Abort, CloseSession, FlushCache, Submit
 
-InboxMessage = Submit | Abort | CloseSession | AttachDrafter | DetachDrafter
+InboxMessage = Submit | Abort | CloseSession | AttachDrafter | DetachDrafter | FlushCache
 
 
 class Inbox:

@@ -26,6 +26,7 @@ from verifier_svc.messages import (
     CloseSession,
     ErrorEvent,
     FinishedEvent,
+    FlushCache,
     SequenceKey,
     Submit,
     TokensEvent,
@@ -93,6 +94,8 @@ class Lifecycle:
                 _answer(message.done, self._speculator.add_source, message.source)
             case DetachDrafter():
                 _answer(message.done, self._speculator.remove_source, message.name)
+            case FlushCache():
+                _answer(message.done, _flush_cache, self._scheduler)
 
     def end_overdue(self, now: float) -> None:
         """Fail every sequence whose deadline has passed."""
@@ -260,6 +263,13 @@ class Lifecycle:
 def _decode_step(num_emitted: int, shares: tuple[DrafterShare, ...], fallback: FallbackReason | None) -> DecodeStep:
     """Return the same object for the same figures: a sequence keeps one for each of its steps."""
     return DecodeStep(num_emitted, shares, fallback)
+
+
+def _flush_cache(scheduler: Scheduler) -> int:
+    """Empty the prefix cache and return how many blocks it had. Raises PreconditionError."""
+    if scheduler.has_work:
+        raise PreconditionError("the prefix cache is not flushed while requests run or wait")
+    return scheduler.blocks.flush()
 
 
 def _answer(done: Future[Answer], call: Callable[[Argument], Answer], argument: Argument) -> None:

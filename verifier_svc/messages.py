@@ -1,11 +1,13 @@
 """Define the plain values that the service (service.py) and the engine exchange.
 
-The service sends submissions, aborts and drafter changes (drafters/changes.py) through the inbox.
+The service sends submissions, aborts, flushes and drafter changes (drafters/changes.py) through the
+inbox.
 The engine puts a step's events into the outbox of each session.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,6 +58,13 @@ class CloseSession:
     """Abort all sequences of a session without events."""
 
     session_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlushCache:
+    """Empty the prefix cache. ``done`` gets the blocks that it had, or PreconditionError."""
+
+    done: Future[int]
 
 
 class TokensEvent(NamedTuple):

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from concurrent.futures import Future
 from typing import Any
 
 from foretoken import limits, rpc
@@ -27,7 +28,7 @@ from verifier_svc.drafters.corpora import DrafterCorpora
 from verifier_svc.drafters.registry import DrafterRegistry
 from verifier_svc.engine import Engine
 from verifier_svc.info import VerifierInfo, drafter_state
-from verifier_svc.messages import ErrorEvent, FinishedEvent, TokensEvent
+from verifier_svc.messages import ErrorEvent, FinishedEvent, FlushCache, TokensEvent
 from verifier_svc.open_session import OpenSession
 from verifier_svc.sampling.grammar_compiler import GrammarCompiler
 from verifier_svc.submissions import Submissions
@@ -175,6 +176,15 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
     ) -> verifier_pb2.DetachDrafterResponse:
         await self._registry.detach(request.name)
         return verifier_pb2.DetachDrafterResponse()
+
+    async def FlushCache(
+        self, request: verifier_pb2.FlushCacheRequest, context: Any
+    ) -> verifier_pb2.FlushCacheResponse:
+        self._check_alive()
+        done: Future[int] = Future()
+        self._engine.send(FlushCache(done))
+        num_blocks = await asyncio.wrap_future(done)
+        return verifier_pb2.FlushCacheResponse(num_blocks=num_blocks)
 
     @property
     def _registry(self) -> DrafterRegistry:

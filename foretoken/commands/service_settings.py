@@ -158,7 +158,7 @@ def stack_settings(given: Given, folder: Path) -> StackSettings:
 
 def gateway_settings(given: Given, **more: Any) -> GatewaySettings:
     """Return a gateway's settings with MODEL as given; ``find_checkpoint`` finds its folder."""
-    settings = given.settings(GatewaySettings, **(_served_name(given) | more))
+    settings = given.settings(GatewaySettings, **(_served_names(given) | more))
     # The gateway reads them again; an unreadable file must fail before a model is loaded.
     settings.admin_key()
     read_credentials(settings)
@@ -169,7 +169,7 @@ def gateway_settings(given: Given, **more: Any) -> GatewaySettings:
 
 def verifier_settings(given: Given, **more: Any) -> VerifierSettings:
     """Return a verifier's settings with MODEL as given; ``find_checkpoint`` finds its folder."""
-    settings = given.settings(VerifierSettings, **(_served_name(given) | more))
+    settings = given.settings(VerifierSettings, **(_served_names(given) | more))
     # As above; a server checks both again before it listens.
     check_listener(settings.address, read_credentials(settings), is_insecure=settings.insecure_links)
     return settings
@@ -219,8 +219,8 @@ def find_checkpoint(given: Given) -> Path:
     return hub.resolve(given.values["model"], given.settings(GatewayOptions).revision).resolve()
 
 
-def _served_name(given: Given) -> dict[str, str]:
-    return {"served_model_name": given.values.get("served_model_name") or hub.default_name(given.values["model"])}
+def _served_names(given: Given) -> dict[str, Any]:
+    return {"served_model_names": given.values.get("served_model_names") or (hub.default_name(given.values["model"]),)}
 
 
 def _drafter_specs(given: Given, options: ServeOptions) -> list[DrafterSpec]:

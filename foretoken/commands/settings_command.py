@@ -74,6 +74,8 @@ class SettingsCommand(click.Command):
             if key not in names:
                 raise ConfigError(f"--config: {file}: there is no setting {key!r}")
             is_repeated = self.settings[names[key]].is_repeated
+            if isinstance(value, str) and self.settings[names[key]].shown.one_or_many:
+                value = [value]
             if isinstance(value, dict) or isinstance(value, list) != is_repeated:
                 raise ConfigError(f"--config: {file}: {key}: expected {'a list' if is_repeated else 'one value'}")
             # As text, like a flag's value: click would truncate a number where it expects a whole

@@ -21,6 +21,7 @@ def anthropic_router(core: GatewayCore) -> APIRouter:
 
     @router.post(URL, openapi_extra=http.body_schema(MessagesFields))
     async def messages(request: Request) -> Response:
+        """Answer a chat in Anthropic's form."""
         body = parse_messages(await http.read_object(request, core.check_open))
         request_id, trace = http.new_id("msg", "_"), http.trace_context(request)
         chat = await chat_request(core, body.chat, request_id=request_id, trace=trace, names=body.names)
@@ -30,6 +31,7 @@ def anthropic_router(core: GatewayCore) -> APIRouter:
 
     @router.post(f"{URL}/count_tokens", openapi_extra=http.body_schema(CountTokensFields))
     async def count_tokens(request: Request) -> Response:
+        """Return how many tokens a chat's prompt has."""
         body = parse_count_tokens(await http.read_object(request))
         ids = await chat_token_ids(core, body.chat, names=body.names)
         return http.json_response({"input_tokens": len(ids)})

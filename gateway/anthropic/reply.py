@@ -28,7 +28,7 @@ class MessagesFormat(ReplyFormat):
     request_id_header = b"request-id"
 
     def __init__(self, chat: ChatRequest, fields: MessagesFields, settings: GatewaySettings) -> None:
-        self._model = settings.served_model_name
+        self._model = chat.model
         self._detail = settings.speculative_metrics
         self._tokens = ReplyTokens(chat.options.reply)
         hides_thinking = fields.thinking is not None and fields.thinking.display == "omitted"

@@ -36,6 +36,8 @@ class ChatRequest:
 
     options: GenerationOptions
     generation: GenerationRequest
+    # The model's name in the answer.
+    model: str
 
 
 async def chat_request(
@@ -62,7 +64,7 @@ async def chat_request(
         prompt = await core.encode(text, field="messages", add_special_tokens=False)
         generation = await generation_request(core, request_id, (prompt,), options, trace)
         await core.check(generation, prompt_field="messages")
-    return ChatRequest(options, generation)
+    return ChatRequest(options, generation, core.answered_model(fields.model))
 
 
 async def chat_token_ids(core: GatewayCore, body: dict[str, Any], names: FieldNames | None = None) -> tuple[int, ...]:
@@ -81,7 +83,7 @@ async def chat_text(core: GatewayCore, fields: ChatFields, use: ToolUse) -> str:
     """
     messages = template_messages(fields.messages)
     num_chars = sum(map(num_message_chars, messages))
-    limits.check_chars("messages", num_chars, limits.MAX_PROMPT_CHARS)
+    limits.check_prompt_size("messages", num_chars, (await core.info()).max_model_len)
     tools = [tool.for_template() for tool in use.offered]
     if tools:
         num_tool_chars = len(orjson.dumps(tools))

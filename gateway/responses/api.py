@@ -22,6 +22,7 @@ def responses_router(core: GatewayCore) -> APIRouter:
 
     @router.post(URL, openapi_extra=http.body_schema(ResponsesFields))
     async def responses(request: Request) -> Response:
+        """Answer an input with a response object."""
         body = parse_responses(await http.read_object(request, core.check_open))
         request_id, trace = http.new_id("resp", "_"), http.trace_context(request)
         chat = await chat_request(core, body.chat, request_id=request_id, trace=trace, names=body.names)

@@ -35,7 +35,7 @@ class ResponsesFormat(ReplyFormat):
         self._events = EventWriter()
         self._output = OutputItems(self._events)
         self._created_at = int(time.time())
-        self._base = _echo(fields, chat, settings.served_model_name)
+        self._base = _echo(fields, chat)
 
     def whole(self, generation: Generation, deltas: list[Delta]) -> bytes:
         (delta,) = deltas
@@ -105,12 +105,12 @@ class ResponsesFormat(ReplyFormat):
         }
 
 
-def _echo(fields: ResponsesFields, chat: ChatRequest, model: str) -> dict[str, Any]:
+def _echo(fields: ResponsesFields, chat: ChatRequest) -> dict[str, Any]:
     """Return what a response repeats of its request, with the values that are in force."""
     sampling, text = chat.options.sampling, fields.text
     text_format = {"type": "text"} if text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)
     return {
-        "model": model,
+        "model": chat.model,
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,
         "metadata": fields.metadata,

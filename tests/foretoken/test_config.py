@@ -41,6 +41,18 @@ def test_flags_of_nested_settings_have_their_prefix() -> None:
     ]
 
 
+@pytest.mark.parametrize("given", ["m,n", ["m", "n"], ["m, n", "m"]])
+def test_a_model_has_several_names(given: str | list[str]) -> None:
+    settings = build(GatewaySettings, {"model": "/m", "served_model_name": given, "verifiers": ["unix:/v"]})
+    assert (settings.served_model_names, settings.served_model_name) == (("m", "n"), "m")
+    assert to_flags(settings)[1:5] == ["--served-model-name", "m", "--served-model-name", "n"]
+
+
+def test_a_model_has_a_name() -> None:
+    with pytest.raises(ConfigError, match=r"^--served-model-name: "):
+        build(GatewaySettings, {"model": "/m", "served_model_name": " ,", "verifiers": ["unix:/v"]})
+
+
 def test_a_unit_that_the_help_states_is_not_in_the_flag() -> None:
     settings = GatewaySettings(model=Path("/m"), served_model_name="m", verifiers=("unix:/v",), request_timeout_s=5)
     assert to_flags(settings)[-2:] == ["--request-timeout", "5.0"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 
 from foretoken import rpc
+from foretoken.errors import PreconditionError
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 
 STOP = common_pb2.FINISH_REASON_STOP
@@ -116,6 +117,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.aborts: list[verifier_pb2.Abort] = []
         self.arrived = asyncio.Condition()
         self.heartbeats = True
+        self.num_flushes = 0
         # Sent in every message; None: not sent.
         self.queue_room: int | None = None
         self.num_sessions = 0
@@ -168,6 +170,14 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self, request: verifier_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
     ) -> verifier_pb2.GetInfoResponse:
         return self.info
+
+    async def FlushCache(
+        self, request: verifier_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext
+    ) -> verifier_pb2.FlushCacheResponse:
+        self.num_flushes += 1
+        if self.info.num_running:
+            raise PreconditionError("requests run")
+        return verifier_pb2.FlushCacheResponse(num_blocks=5)
 
     async def Session(
         self, request_iterator: AsyncIterator[verifier_pb2.SessionRequest], context: grpc.aio.ServicerContext

@@ -43,7 +43,7 @@ async def test_a_page_elsewhere_cannot_generate(stack: Stack) -> None:
     foreign = {"origin": "https://evil.example"}
     for headers in ({"content-type": "text/plain"} | foreign, {"content-type": "application/json"} | foreign):
         answer = await stack.http.post(URL, content=body, headers=headers)
-        assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (403, "invalid_request_error")
         assert answer.json()["error"]["code"] is None
     assert not stack.verifier.submitted
     assert await stack.metric("foretoken_admission_rejections_total", reason="permission_denied") == 2.0

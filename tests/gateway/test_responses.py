@@ -255,7 +255,7 @@ async def test_an_error_before_the_stream_is_a_status_and_within_it_a_failed_res
 
     stack.verifier.script = play
     answer = await stack.http.post(URL, json={"input": "hi", "stream": True})
-    assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (429, "requests")
     async with stack.http.stream("POST", URL, json={"input": "hi", "stream": True}) as streamed:
         text = ""
         async for part in streamed.aiter_text():

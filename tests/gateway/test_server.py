@@ -232,7 +232,7 @@ async def test_more_requests_than_allowed_get_429(
         await stack.verifier.until(lambda stack=stack: len(stack.verifier.submitted) == 2)
         answer = await stack.http.post(URL, json={"prompt": "a"})
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-        assert answer.json()["error"]["code"] == "queue_full"
+        assert answer.json()["error"]["code"] == "rate_limit_exceeded"
         # Nothing is done for it, not even parsing.
         assert (await stack.http.post(URL, content=b"{")).status_code == 429
         release.set()

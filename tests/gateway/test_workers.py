@@ -26,7 +26,7 @@ from gateway.config import GatewaySettings
 from gateway.tokenizer import Tokenizer
 from gateway.worker_metrics import fetch_text, liveness_socket
 from protos import gateway_pb2, gateway_pb2_grpc
-from tests.gateway.scripted_verifier import LENGTH, Player, ScriptedVerifier, serving, steps
+from tests.gateway.scripted_verifier import ABORT, LENGTH, Player, ScriptedVerifier, serving, steps
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
@@ -270,3 +270,43 @@ async def test_a_port_that_is_held_may_be_bound_by_the_holders_workers_only() ->
             pass
         with listen("127.0.0.1", port, reuse_port=True), listen("127.0.0.1", port, reuse_port=True):
             pass
+
+
+async def test_a_request_is_aborted_in_whichever_process_it_runs(
+    settings: GatewaySettings, tokenizer: Tokenizer
+) -> None:
+    async def play(player: Player) -> None:
+        player.tokens([65, 66])
+        await player.aborted.wait()
+        player.finish(ABORT)
+
+    async with running(settings, tokenizer) as workers:
+        workers.verifier.script = play
+        paths = list(workers.processes())
+
+        async def post(name: str) -> httpx.Response:
+            async with httpx.AsyncClient(base_url=workers.url, timeout=None) as client:
+                return await client.post("/generate", json={"input_ids": [5], "rid": name})
+
+        async def abort(**body: object) -> int:
+            async with httpx.AsyncClient(base_url=workers.url, timeout=None) as client:
+                return int((await client.post("/abort_request", json=body)).json()["num_aborted"])
+
+        # Enough requests that each worker has some, whatever connections the kernel gives it.
+        names: list[str] = []
+        answers: list[asyncio.Task[httpx.Response]] = []
+
+        async def each_has_some() -> bool:
+            names.append(f"client-{len(names)}")
+            answers.append(asyncio.create_task(post(names[-1])))
+            return all([await workers.own_counts(path, "foretoken_gateway_num_requests") > 0 for path in paths])
+
+        await workers.until(each_has_some)
+        await workers.verifier.until(lambda: len(workers.verifier.submitted) == len(names))
+        for name, answer in zip(names[:-1], answers[:-1], strict=True):
+            assert await abort(rid=name) == 1
+            assert (await answer).json()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert await abort(rid=names[0]) == 0
+        assert not answers[-1].done()
+        assert await abort(abort_all=True) == 1
+        assert (await answers[-1]).json()["output_ids"] == [65, 66]

@@ -157,7 +157,7 @@ async def test_two_hundred_at_once_over_a_queue_of_32(stack: Stack) -> None:
             assert answer.json()["choices"][0]["text"] == expected
         else:
             assert answer.headers["retry-after"] == "1"
-            assert answer.json()["error"]["code"] == "queue_full"
+            assert answer.json()["error"]["code"] == "rate_limit_exceeded"
     # The first burst has allocated what such a burst needs.
     assert grown < 16 << 20
     await assert_free(stack)

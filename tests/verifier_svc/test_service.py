@@ -401,6 +401,37 @@ class HeldTarget(HashTarget):
         return super().forward(batch, features)
 
 
+def test_a_flush_empties_the_prefix_cache_unless_a_sequence_runs() -> None:
+    target = HeldTarget()
+    target.go_on.set()
+
+    async def scenario(stub: Stub, harness: Harness) -> None:
+        def generate() -> Any:
+            return stub.Generate(verifier_pb2.GenerateRequest(sequence=sequence(prompt_token_ids=[*range(9)])))
+
+        async def cached_tokens() -> int:
+            num_tokens = [event async for event in generate()][-1].finished.num_cached_tokens
+            await until(lambda: harness.engine.is_idle)
+            return int(num_tokens)
+
+        assert [await cached_tokens(), await cached_tokens()] == [0, 8]
+        # The output's blocks as well.
+        assert (await stub.FlushCache(verifier_pb2.FlushCacheRequest())).num_blocks >= 2
+        assert [await cached_tokens(), await cached_tokens()] == [0, 8]
+        target.hold()
+        call = generate()
+        await asyncio.to_thread(target.began.wait)
+        flush = stub.FlushCache(verifier_pb2.FlushCacheRequest())
+        await until(lambda: len(harness.engine._inbox) > 0)
+        target.go_on.set()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await flush
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert [event async for event in call][-1].finished.num_output_tokens == 8
+
+    run(scenario, target=target)
+
+
 def test_a_full_queue_refuses_while_a_step_runs_and_never_a_resumed_sequence() -> None:
     target = HeldTarget()
 

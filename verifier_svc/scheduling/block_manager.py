@@ -137,6 +137,15 @@ class BlockManager:
             if block_id in self._hashes:
                 self._forget(block_id)
 
+    def flush(self) -> int:
+        """Empty the cached blocks; return how many there were."""
+        num_blocks = len(self._cached)
+        while self._cached:
+            block_id, _ = self._cached.popitem()
+            self._forget(block_id)
+            self._empty.append(block_id)
+        return num_blocks
+
     def free(self, table: BlockTable) -> None:
         """Free the table and drop its references. Hashed blocks stay findable.
 

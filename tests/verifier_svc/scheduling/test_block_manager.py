@@ -375,3 +375,17 @@ class BlockManagerHistory(RuleBasedStateMachine):
 
 TestBlockManagerHistory = BlockManagerHistory.TestCase
 TestBlockManagerHistory.settings = settings(max_examples=200, stateful_step_count=40)
+
+
+def test_a_flush_forgets_what_no_table_references():
+    manager = BlockManager(8, 4)
+    tokens = list(range(9))
+    manager.free(written(manager, tokens))
+    kept = written(manager, [50, 51, 52, 53, 54])
+    assert num_found(manager, tokens) == 2
+    assert manager.flush() == 2
+    assert (num_found(manager, tokens), num_found(manager, [50, 51, 52, 53, 54])) == (0, 1)
+    assert manager.flush() == 0
+    check_blocks(manager)
+    manager.free(kept)
+    assert manager.num_free_blocks == 8

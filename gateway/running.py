@@ -1,0 +1,34 @@
+"""Keep the requests that run in this process, so that a client can abort them by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from gateway.generation import Generation
+
+
+class RunningRequests:
+    """Finds generations by their id, or by the client's name for them."""
+
+    def __init__(self) -> None:
+        # By the id of each request: its generation and the client's name, which may not be unique.
+        self._running: dict[str, tuple[Generation, str]] = {}
+
+    @contextlib.contextmanager
+    def holding(self, generation: Generation, client_id: str) -> Iterator[None]:
+        """Know a generation within the block."""
+        self._running[generation.request.id] = generation, client_id
+        try:
+            yield
+        finally:
+            del self._running[generation.request.id]
+
+    def abort(self, name: str | None) -> int:
+        """Abort the requests with this id or client's name, or all for None; return how many."""
+        found = [
+            generation
+            for request_id, (generation, client_id) in self._running.items()
+            if name is None or name in (request_id, client_id)
+        ]
+        return sum(generation.abort() for generation in found)

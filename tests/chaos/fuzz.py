@@ -1,0 +1,139 @@
+"""Send random requests to a running server, and report what it must not do: python -m tests.chaos.fuzz.
+
+A request may be refused. It must not end in an internal error, nor in an error that is not
+OpenAI's object. docs/chaos.md has the command and figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import httpx
+
+from tests.support.fuzzed_requests import GENERATE_RPC, FuzzedRequests, RestRequest
+
+CONCURRENCY = 16
+# One in so many requests is an RPC.
+RPC_SHARE = 4
+TIMEOUT_S = 120.0
+_FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
+
+
+class Outcomes:
+    """Counts how requests ended, and keeps the first faults."""
+
+    def __init__(self, max_faults: int = 20) -> None:
+        self.counts: Counter[str] = Counter()
+        self.faults: list[str] = []
+        self._max_faults = max_faults
+
+    def add(self, outcome: str, fault: str = "") -> None:
+        self.counts[outcome] += 1
+        if fault and len(self.faults) < self._max_faults:
+            self.faults.append(fault)
+
+
+async def send_rest(client: httpx.AsyncClient, request: RestRequest, outcomes: Outcomes) -> None:
+    """Send one REST request and count its end."""
+    # An absolute URL may have any path; httpx takes a relative one that begins with // for a host.
+    url = httpx.URL(scheme="http", host=client.base_url.host, port=client.base_url.port).copy_with(
+        raw_path=request.path.encode()
+    )
+    answer = await client.request(request.method, url, content=request.content, headers=request.headers)
+    outcomes.add(f"HTTP {answer.status_code}", rest_fault(request, answer))
+
+
+def rest_fault(request: RestRequest, answer: httpx.Response) -> str:
+    """Return what is wrong with an answer; empty if nothing is."""
+    fault = ""
+    if answer.status_code >= 500 and answer.status_code not in (503, 504):
+        fault = f"status {answer.status_code}"
+    elif answer.status_code >= 400 and request.method != "HEAD" and not _is_error(answer.content):
+        fault = "not an error object"
+    elif answer.status_code == 200 and b'"internal error"' in answer.content:
+        fault = "an internal error in the stream"
+    return fault and f"{fault}: {request!r}: {answer.content[:300]!r}"
+
+
+def _is_error(content: bytes) -> bool:
+    try:
+        error = json.loads(content)["error"]
+        return isinstance(error["message"], str) and isinstance(error["type"], str) and {"param", "code"} <= set(error)
+    except (ValueError, LookupError, TypeError):
+        return False
+
+
+async def send_rpc(channel: grpc.aio.Channel, message: bytes, outcomes: Outcomes) -> None:
+    """Make one call of Generate and count its end."""
+    code, details = grpc.StatusCode.OK, ""
+    try:
+        async for _ in channel.unary_stream(GENERATE_RPC)(message, timeout=TIMEOUT_S):
+            pass
+    except grpc.aio.AioRpcError as error:
+        code, details = error.code(), error.details() or ""
+    outcomes.add(f"gRPC {code.name}", f"{code.name} {details}: {message!r}" if code in _FAULTS else "")
+
+
+async def fuzz(
+    url: str,
+    grpc_address: str,
+    *,
+    seed: int,
+    num_requests: int,
+    on_count: Callable[[int], Any] = lambda _: None,
+) -> Outcomes:
+    """Send requests from a seed, several at once."""
+    requests, outcomes = FuzzedRequests(seed), Outcomes()
+    numbers = iter(range(num_requests))
+    limits = httpx.Limits(max_connections=CONCURRENCY)
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False, limits=limits) as client,
+        grpc.aio.insecure_channel(grpc_address, options=(("grpc.enable_http_proxy", 0),)) as channel,
+    ):
+
+        async def work() -> None:
+            for number in numbers:
+                call: Awaitable[None]
+                if number % RPC_SHARE == 0:
+                    call = send_rpc(channel, requests.rpc(), outcomes)
+                else:
+                    call = send_rest(client, requests.rest(), outcomes)
+                await call
+                on_count(number)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(CONCURRENCY):
+                group.create_task(work())
+    return outcomes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--grpc", default="127.0.0.1:50051")
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    began = time.monotonic()
+
+    def show(number: int) -> None:
+        if number and number % 10_000 == 0:
+            print(f"{number} requests in {time.monotonic() - began:.0f} s", flush=True)
+
+    outcomes = asyncio.run(fuzz(given.url, given.grpc, seed=given.seed, num_requests=given.requests, on_count=show))
+    print(f"{given.requests} requests of seed {given.seed} in {time.monotonic() - began:.0f} s")
+    for name, count in sorted(outcomes.counts.items()):
+        print(f"{count:8d} {name}")
+    print(f"{len(outcomes.faults)} faults", *outcomes.faults, sep="\n")
+    return 1 if outcomes.faults else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

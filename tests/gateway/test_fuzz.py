@@ -1,0 +1,32 @@
+"""Random requests never end in an internal error, and the server is well afterwards."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos.fuzz import fuzz
+from tests.gateway.conftest import Stack
+from tests.gateway.scripted_verifier import steps
+from tests.support.fuzzed_requests import FuzzedRequests
+
+pytestmark = pytest.mark.anyio
+NUM_REQUESTS = 1000
+
+
+def test_a_seed_makes_the_same_requests() -> None:
+    first, again, other = FuzzedRequests(3), FuzzedRequests(3), FuzzedRequests(4)
+    made = [(requests.rest(), requests.rpc()) for requests in (first, again, other) for _ in range(20)]
+    assert made[:20] == made[20:40] != made[40:]
+
+
+async def test_random_requests_find_no_fault(stack: Stack) -> None:
+    stack.verifier.script = steps([65], [66, 67])
+    outcomes = await fuzz(stack.url, stack.grpc_address, seed=1, num_requests=NUM_REQUESTS)
+    assert outcomes.faults == []
+    # They reach all stages.
+    counts = outcomes.counts
+    assert sum(counts.values()) == NUM_REQUESTS
+    assert min(counts["HTTP 200"], counts["HTTP 400"], counts["gRPC OK"], counts["gRPC INVALID_ARGUMENT"]) > 20
+    core = stack.gateway.core
+    assert (core.admission.num_requests, core.bodies.num_bytes, core.verifiers.num_sequences) == (0, 0, 0)
+    assert (await stack.http.post("/v1/completions", json={"prompt": [5]})).status_code == 200
