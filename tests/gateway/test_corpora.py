@@ -107,8 +107,8 @@ async def test_without_a_key_file_there_are_no_such_routes(stack: Stack, method:
 @pytest.mark.parametrize(
     ("header", "status", "kind"),
     [
-        (None, 401, "authentication_error"),
-        (f"Basic {KEY}", 401, "authentication_error"),
+        (None, 401, "invalid_request_error"),
+        (f"Basic {KEY}", 401, "invalid_request_error"),
         ("Bearer x", 403, "permission_error"),
         ("Bearer an operator's kez", 403, "permission_error"),
         (f"Bearer {KEY}x", 403, "permission_error"),
