@@ -144,13 +144,13 @@ class GatewaySettings(ServedModelSettings):
     )
     ssl_certfile: Annotated[Path | None, Flag(metavar="FILE", unset="none: no TLS")] = Field(
         default=None,
-        description="Certificate chain (PEM) for REST and gRPC. Read again after SIGHUP, as the two below.",
+        description="Certificate chain (PEM) for REST and gRPC. Read again after SIGHUP.",
     )
     ssl_keyfile: Annotated[Path | None, Flag(metavar="FILE", unset="none")] = Field(
-        default=None, description="Private key (PEM, without a password) of --ssl-certfile."
+        default=None, description="Private key (PEM, without a password) of --ssl-certfile. Read again after SIGHUP."
     )
     ssl_ca_certs: Annotated[Path | None, Flag(metavar="FILE", unset="none: clients need no certificate")] = Field(
-        default=None, description="Roots (PEM) that the certificates of clients must lead to."
+        default=None, description="Roots (PEM) that clients' certificates must lead to. Read again after SIGHUP."
     )
     probe_key: Annotated[SecretStr | None, Flag(hidden=True, env="FORETOKEN_PROBE_KEY", secret=True)] = Field(
         default=None, description="The supervisor's key, which shows it the details of /ready."

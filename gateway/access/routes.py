@@ -58,6 +58,10 @@ ROUTES = (
     Route("POST", "/v1/completions", Who.CALLER),
     Route("POST", "/v1/chat/completions", Who.CALLER),
     Route("POST", "/v1/responses", Who.CALLER),
+    Route("GET", "/v1/responses/{response_id}", Who.CALLER),
+    Route("DELETE", "/v1/responses/{response_id}", Who.CALLER),
+    Route("POST", "/v1/responses/{response_id}/cancel", Who.CALLER),
+    Route("GET", "/v1/responses/{response_id}/input_items", Who.CALLER),
     Route("POST", "/v1/messages", Who.CALLER),
     Route("POST", "/v1/messages/count_tokens", Who.CALLER),
     Route("POST", "/generate", Who.CALLER),
@@ -79,7 +83,7 @@ RPCS = (
     Rpc("grpc.health.v1.Health", "List", Who.PUBLIC),
     Rpc("grpc.health.v1.Health", "Watch", Who.PUBLIC),
     Rpc("grpc.reflection.v1alpha.ServerReflection", "ServerReflectionInfo", Who.CALLER),
-    # The gateway listens for none of these: they are on other sockets.
+    # The gateway listens for none of these: they are on other sockets, guarded by foretoken/links.py.
     Rpc("foretoken.verifier.v1.VerifierService", "*", Who.SERVICE),
     Rpc("foretoken.drafter.v1.DrafterService", "*", Who.SERVICE),
 )
