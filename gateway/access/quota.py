@@ -17,6 +17,7 @@ import mmap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from foretoken.errors import ConfigError, RateLimitError
 from gateway.access.key import ApiKey
@@ -87,6 +88,17 @@ class Ledger:
             file.writelines(f"{name}\n" for name in names[num_known:])
 
 
+class Totals(NamedTuple):
+    """What a key uses in all processes."""
+
+    running: int
+    # In the present minute, and in the one before.
+    requests: int
+    requests_before: int
+    tokens: int
+    tokens_before: int
+
+
 class Row:
     """The counts of one key, of all processes; this process writes its own part."""
 
@@ -97,10 +109,6 @@ class Row:
     def reset(self) -> None:
         """Forget the requests that run in this process."""
         self._cells[self._own + _RUNNING] = 0
-
-    @property
-    def num_running(self) -> int:
-        return sum(self._cells[_RUNNING::_NUM_CELLS])
 
     def add_running(self, count: int) -> None:
         self._cells[self._own + _RUNNING] += count
@@ -115,11 +123,21 @@ class Row:
         cells[first + _REQUESTS] += requests
         cells[first + _TOKENS] += tokens
 
-    def used(self, minute: int, what: int) -> int:
-        """Return the requests or tokens of a minute, the present one or the one before."""
-        cells = self._cells
-        firsts = range(_FIRST_MINUTE + 3 * (minute % 2), len(cells), _NUM_CELLS)
-        return sum(cells[first + what] for first in firsts if cells[first + _MINUTE] == minute)
+    def totals(self, minute: int) -> Totals:
+        """Return the sums over all processes; ``minute``: the present one."""
+        # One copy: reading cell by cell takes longer.
+        cells = self._cells.tolist()
+        running = requests = tokens = requests_before = tokens_before = 0
+        present, before = _FIRST_MINUTE + 3 * (minute % 2), _FIRST_MINUTE + 3 * ((minute - 1) % 2)
+        for first in range(0, len(cells), _NUM_CELLS):
+            running += cells[first + _RUNNING]
+            if cells[first + present + _MINUTE] == minute:
+                requests += cells[first + present + _REQUESTS]
+                tokens += cells[first + present + _TOKENS]
+            if cells[first + before + _MINUTE] == minute - 1:
+                requests_before += cells[first + before + _REQUESTS]
+                tokens_before += cells[first + before + _TOKENS]
+        return Totals(running, requests, requests_before, tokens, tokens_before)
 
 
 class Quota:
@@ -132,11 +150,12 @@ class Quota:
     def check(self) -> None:
         """Raise RateLimitError if the key may start no request now."""
         key = self._key
-        most = key.max_concurrent_requests
-        if most is not None and self._row.num_running >= most:
-            raise RateLimitError(f"this key may have {most} requests at once", retry_after_s=1)
-        self._check_rate(_REQUESTS, key.requests_per_minute, "requests")
-        self._check_rate(_TOKENS, key.tokens_per_minute, "tokens")
+        minute, second = divmod(self._now(), MINUTE_S)
+        totals = self._row.totals(int(minute))
+        if key.max_concurrent_requests is not None and totals.running >= key.max_concurrent_requests:
+            raise RateLimitError(f"this key may have {key.max_concurrent_requests} requests at once", retry_after_s=1)
+        _check_rate(key.requests_per_minute, "requests", totals.requests, totals.requests_before, second)
+        _check_rate(key.tokens_per_minute, "tokens", totals.tokens, totals.tokens_before, second)
 
     @contextlib.contextmanager
     def enter(self, num_tokens: int) -> Iterator[None]:
@@ -156,16 +175,12 @@ class Quota:
     def _minute(self) -> int:
         return int(self._now() // MINUTE_S)
 
-    def _check_rate(self, what: int, most: int | None, word: str) -> None:
-        if most is None:
-            return
-        minute, second = divmod(self._now(), MINUTE_S)
-        present, before = self._row.used(int(minute), what), self._row.used(int(minute) - 1, what)
-        if present + before * (1 - second / MINUTE_S) <= most - 1:
-            return
-        raise RateLimitError(
-            f"this key may use {most} {word} a minute", retry_after_s=_wait_s(present, before, second, most - 1)
-        )
+
+def _check_rate(most: int | None, word: str, present: int, before: int, second: float) -> None:
+    """Raise RateLimitError if the estimate of the last minute has reached ``most``."""
+    if most is not None and present + before * (1 - second / MINUTE_S) > most - 1:
+        wait_s = _wait_s(present, before, second, most - 1)
+        raise RateLimitError(f"this key may use {most} {word} a minute", retry_after_s=wait_s)
 
 
 def _wait_s(present: int, before: int, second: float, least: int) -> float:

@@ -38,6 +38,8 @@ TEXTS = {
     "model": "folder",
     "allowed_origins": "https://other",
     "gateway_workers": "2",
+    "tool_call_parser": "hermes",
+    "reasoning_parser": "qwen3",
 }
 
 
