@@ -270,10 +270,11 @@ def _services(settings: StackSettings, folder: Path) -> list[Service]:
             services.append(stack.drafter(spec.name, command, drafter_settings.address))
     verifier_command = stack.command("verifier", settings.verifier, (*held, *level))
     liveness_socket = folder / "gateway.sock"
-    probe_key = secrets.token_urlsafe()
-    gateway = settings.gateway.model_copy(
-        update={"liveness_socket": liveness_socket, "probe_key": SecretStr(probe_key)}
-    )
+    gateway = settings.gateway.model_copy(update={"liveness_socket": liveness_socket})
+    # Without it, the gateway would not tell the supervisor which drafters are missing.
+    probe_key = secrets.token_urlsafe() if gateway.needs_key or gateway.ssl_ca_certs is not None else ""
+    if probe_key:
+        gateway = gateway.model_copy(update={"probe_key": SecretStr(probe_key)})
     gateway_command = stack.command("gateway", gateway, level)
     gateway_probe = GatewayProbe(
         gateway.host, gateway.port, liveness_socket, is_encrypted=gateway.ssl_certfile is not None, key=probe_key

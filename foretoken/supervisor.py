@@ -93,7 +93,8 @@ class Service:
     probe: Probe
     stop_grace_s: float
     required: bool = True
-    environment: Mapping[str, str] = field(default_factory=dict)
+    # Not shown: it may hold secrets.
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     before_kill: tuple[str, ...] = ()
     shares_faults: bool = False
     max_stall_s: float = MAX_SILENCE_S

@@ -61,7 +61,11 @@ def _add_middleware(app: FastAPI, core: GatewayCore) -> None:
         # Without it, browsers hide the answers from pages. It comes before the check of keys, because a
         # browser's preflight has none, and a page must be able to read that its key is wrong.
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["retry-after", "x-request-id"],
         )
     check = CallerCheck(settings.host, settings.allowed_hosts, settings.allowed_origins)
     app.add_middleware(CallerMiddleware, check=check, reject=reject)

@@ -140,6 +140,7 @@ async def test_a_refused_call_learns_nothing(stack: Stack, call: str) -> None:
             assert ("www-authenticate" in answer.headers) is (status == 401)
         shown = answer.text + str(answer.headers)
         assert not [word for word in SECRETS_OF_THE_SERVER if word in shown], (route, call, shown)
+        assert "retry-after" in answer.headers.get("access-control-expose-headers", "retry-after")
         assert ("access-control-allow-origin" in answer.headers) is (call == "a page with no key")
     assert not stack.verifier.submitted
 
