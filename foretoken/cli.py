@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from foretoken.commands import client_commands, corpus_commands, drafter_commands, offline
+from foretoken.commands import client_commands, corpus_commands, drafter_commands, key_command, offline
 from foretoken.commands.client_commands import program, say
 from foretoken.commands.given import Given
 from foretoken.commands.settings_command import SettingsCommand
@@ -190,7 +190,13 @@ def drafter(given: Given) -> None:
     server.run(settings)
 
 
-for command in (*offline.COMMANDS, *client_commands.COMMANDS, corpus_commands.app, drafter_commands.app):
+for command in (
+    *offline.COMMANDS,
+    *client_commands.COMMANDS,
+    key_command.key,
+    corpus_commands.app,
+    drafter_commands.app,
+):
     app.add_command(command)
 
 
@@ -212,7 +218,15 @@ def _supervise(settings: StackSettings, folder: Path) -> int:
             why = reason or "it is still being attached"
             say(f"drafter {name} is not attached: {why}; no drafts from it until it is")
         gateway = settings.gateway
-        text = stack.ready_text(gateway.served_model_name, gateway.host, gateway.port, gateway.grpc_port, program())
+        text = stack.ready_text(
+            gateway.served_model_name,
+            gateway.host,
+            gateway.port,
+            gateway.grpc_port,
+            program(),
+            certfile=gateway.ssl_certfile,
+            needs_key=gateway.needs_key,
+        )
         print(text, flush=True)
 
     # Drafters run their models on the verifier's GPU.
@@ -233,10 +247,15 @@ def _supervise(settings: StackSettings, folder: Path) -> int:
 
 def _services(settings: StackSettings, folder: Path) -> list[Service]:
     """Return a stack's services in the order of their start. ``folder`` holds their sockets."""
+    import secrets
+
+    from pydantic import SecretStr
+
     from drafter_svc.drafter_spec import spec_text
     from foretoken import stack
     from foretoken.commands.service_settings import LogOptions, VerifierOptions
-    from foretoken.config import to_flags
+    from foretoken.config import to_environment, to_flags
+    from foretoken.probes import GatewayProbe
 
     level = to_flags(LogOptions(log_level=settings.options.log_level))
     services, held = [], []
@@ -252,9 +271,18 @@ def _services(settings: StackSettings, folder: Path) -> list[Service]:
     verifier_command = stack.command("verifier", settings.verifier, (*held, *level))
     liveness_socket = folder / "gateway.sock"
     gateway = settings.gateway.model_copy(update={"liveness_socket": liveness_socket})
+    # Without it, the gateway would not tell the supervisor which drafters are missing.
+    probe_key = secrets.token_urlsafe() if gateway.needs_key or gateway.ssl_ca_certs is not None else ""
+    if probe_key:
+        gateway = gateway.model_copy(update={"probe_key": SecretStr(probe_key)})
     gateway_command = stack.command("gateway", gateway, level)
+    gateway_probe = GatewayProbe(
+        gateway.host, gateway.port, liveness_socket, is_encrypted=gateway.ssl_certfile is not None, key=probe_key
+    )
     services.append(stack.verifier(verifier_command, settings.verifier.address))
-    services.append(stack.gateway(gateway_command, gateway.host, gateway.port, liveness_socket))
+    services.append(
+        stack.gateway(gateway_command, gateway_probe, to_environment(gateway), reloads=gateway.is_reloadable)
+    )
     return services
 
 

@@ -47,6 +47,8 @@ class Flag:
     one_or_many: bool = False
     # Always the first of a service's flags: it distinguishes processes of one kind.
     leads: bool = False
+    # Never printed, and handed to child processes in ``env``: command lines are public.
+    secret: bool = False
 
 
 # Of a whole number that the program chooses if it is 0.
@@ -142,10 +144,15 @@ def at_fault(option: str) -> Iterator[None]:
 
 
 def to_flags(settings: BaseModel) -> list[str]:
-    """Return the command line of ``settings``: arguments, then flags not at their default."""
+    """Return the command line of ``settings``: arguments, then flags not at their default.
+
+    Secrets are left out: see ``to_environment``.
+    """
     words: list[str] = []
     for setting in settings_of(type(settings)):
         value: Any = reduce(getattr, setting.path, settings)
+        if setting.shown.secret:
+            continue
         if setting.is_argument or setting.shown.leads:
             words[:0] = [str(value)] if setting.is_argument else [setting.flag, str(value)]
         elif value == setting.default:
@@ -156,6 +163,17 @@ def to_flags(settings: BaseModel) -> list[str]:
             for item in value if isinstance(value, tuple) else (value,):
                 words += [setting.flag, pairs_text(item) if isinstance(item, BaseModel) else str(item)]
     return words
+
+
+def to_environment(settings: BaseModel) -> dict[str, str]:
+    """Return the variables that hand the secrets of ``settings`` to a child process."""
+    variables = {}
+    for setting in settings_of(type(settings)):
+        value: Any = reduce(getattr, setting.path, settings)
+        if setting.shown.secret and setting.shown.env and value:
+            secrets = value if isinstance(value, tuple) else (value,)
+            variables[setting.shown.env] = " ".join(secret.get_secret_value() for secret in secrets)
+    return variables
 
 
 def pairs_text(item: BaseModel) -> str:
@@ -192,13 +210,18 @@ def _describe(item: Any, kind: type[BaseModel], flag: str) -> str:
     if item["type"] == "extra_forbidden":
         # For one of several settings, the keys belong to another class than ``kind``.
         message += f"; there is: {', '.join(kind.model_fields)}" if flag else ""
-    elif isinstance(item["input"], (str, int, float)):
+    elif isinstance(item["input"], (str, int, float)) and not _is_secret(kind, path):
         message += f", got {item['input']!r}"
     if flag:
         return f"{flag} {path[0]}: {message}"
     # A repeated flag's path also holds its number and the pair's key.
     is_pair = len(path) > 2
     return f"{flag_of(kind, *path[: 1 if is_pair else None])}{f' {path[2]}' if is_pair else ''}: {message}"
+
+
+def _is_secret(kind: type[BaseModel], path: list[str]) -> bool:
+    field = kind.model_fields.get(path[0])
+    return field is not None and _shown(field).secret
 
 
 def _words(item: Any) -> str:

@@ -32,13 +32,18 @@ def ended_child() -> int | None:
     return None if result is None else result.si_pid
 
 
-def die_with(parent: int) -> Callable[[], None]:
-    """Return a function that a new child calls first, so that it is killed when ``parent`` dies."""
+def die_with(parent: int, *, ignored: signal.Signals | None = None) -> Callable[[], None]:
+    """Return a function that a new child calls first, so that it is killed when ``parent`` dies.
+
+    ``ignored``: a signal that the child ignores until it has a handler for it.
+    """
 
     def in_child() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # The parent died before the line above.
             os._exit(1)
+        if ignored is not None:
+            signal.signal(ignored, signal.SIG_IGN)
 
     return in_child
 

@@ -5,6 +5,7 @@ ForetokenError
     ContextLengthError      a prompt that the context cannot hold
   NotFoundError             unknown model: NOT_FOUND, 404
   QueueFullError            RESOURCE_EXHAUSTED, 429
+    RateLimitError          a limit of the caller's own
   UnavailableError          draining, dead or not ready: UNAVAILABLE, 503
   DeadlineError             DEADLINE_EXCEEDED, 504
   UnauthenticatedError      no key: UNAUTHENTICATED, 401
@@ -61,6 +62,14 @@ class NotFoundError(ForetokenError):
 class QueueFullError(ForetokenError):
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
     http_status = 429
+
+
+class RateLimitError(QueueFullError):
+    """The caller has reached a limit of its own, and may try again after ``retry_after_s``."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class UnavailableError(ForetokenError):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +62,25 @@ class GrpcProbe:
 class GatewayProbe:
     """A ``foretoken.supervisor.Probe`` over ``GET /ready`` and the gateway's liveness socket."""
 
-    def __init__(self, host: str, port: int, liveness_socket: Path) -> None:
-        """``host``: the address that the gateway listens on; may be a wildcard."""
+    def __init__(
+        self, host: str, port: int, liveness_socket: Path, *, is_encrypted: bool = False, key: str = ""
+    ) -> None:
+        """``host``: the address that the gateway listens on; may be a wildcard.
+
+        ``key``: shows the details of ``/ready``, if the gateway asks for one.
+        """
         self._host = host
         self._port = port
+        self._is_encrypted = is_encrypted
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.liveness_socket = liveness_socket
         # By the last answer: drafters that are not attached, and why.
         self.unattached: dict[str, str] = {}
 
     async def is_ready(self) -> bool:
-        answer = await http_answer(self._host, self._port, "/ready")
+        answer = await http_answer(
+            self._host, self._port, "/ready", headers=self._headers, is_encrypted=self._is_encrypted
+        )
         if answer is None or answer[0] != 200:
             return False
         drafters = [drafter for verifier in json.loads(answer[1])["verifiers"] for drafter in verifier["drafters"]]
@@ -89,11 +100,13 @@ async def http_ok(host: str, port: int, path: str) -> bool:
     return answer is not None and answer[0] == 200
 
 
-async def http_answer(host: str, port: int, path: str) -> tuple[int, bytes] | None:
+async def http_answer(
+    host: str, port: int, path: str, *, headers: Mapping[str, str] | None = None, is_encrypted: bool = False
+) -> tuple[int, bytes] | None:
     """Return the status and body of the answer to ``GET path``; None if there is none in time."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            return await _get(reachable(host), port, path)
+            return await _get(reachable(host), port, path, headers or {}, _own_server() if is_encrypted else None)
     except (OSError, TimeoutError, ValueError):
         return None
 
@@ -103,12 +116,23 @@ def reachable(host: str) -> str:
     return _WILDCARDS.get(host, host)
 
 
-async def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
+def _own_server() -> ssl.SSLContext:
+    """Return a context for a server of this machine, whatever names its certificate has."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+async def _get(
+    host: str, port: int, path: str, headers: Mapping[str, str], context: ssl.SSLContext | None
+) -> tuple[int, bytes]:
     """Return the status and body of one request. Raises ValueError if the answer is not HTTP."""
-    reader, writer = await asyncio.open_connection(host, port)
+    reader, writer = await asyncio.open_connection(host, port, ssl=context)
     try:
         name = f"[{host}]" if ":" in host else host
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: {name}:{port}\r\nConnection: close\r\n\r\n".encode())
+        lines = "".join(f"{key}: {value}\r\n" for key, value in headers.items())
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {name}:{port}\r\nConnection: close\r\n{lines}\r\n".encode())
         answer = await reader.read()
     finally:
         writer.close()

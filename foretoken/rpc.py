@@ -121,8 +121,16 @@ def link_server(address: str, credentials: LinkCredentials) -> grpc.aio.Server:
     return async_server(interceptors=links.server_interceptors(address, credentials))
 
 
-def bind(server: grpc.aio.Server, address: str, credentials: LinkCredentials = NO_CREDENTIALS) -> int:
+def bind(
+    server: grpc.aio.Server,
+    address: str,
+    credentials: LinkCredentials = NO_CREDENTIALS,
+    *,
+    public_tls: grpc.ServerCredentials | None = None,
+) -> int:
     """Bind ``unix:/path`` or host:port; return the port (0 for a socket file, of mode 0600).
+
+    ``credentials``: of a link between services; ``public_tls``: of a server for clients.
 
     Replaces a socket file that nobody listens on. Raises ConfigError if the address is in use or
     unusable.
@@ -133,7 +141,7 @@ def bind(server: grpc.aio.Server, address: str, credentials: LinkCredentials = N
             raise ConfigError(f"cannot listen on {address}: there is no folder {path.parent}")
         remove_stale_socket(path)
     try:
-        tls = links.server_credentials(address, credentials)
+        tls = public_tls or links.server_credentials(address, credentials)
         port = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}: it is in use or not this machine's") from error

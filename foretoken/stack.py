@@ -10,7 +10,7 @@ import json
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,15 @@ DRAFTER_GRACE_S = 4.0
 # for this long.
 GATEWAY_MAX_STALL_S = 30.0
 SLOW_NOTICE = "; the first start on a machine compiles kernels, which may take some minutes"
+# The environment variables from which clients read their key, and the file of roots that they trust.
+KEY_VARIABLE = "FORETOKEN_API_KEY"
+CA_VARIABLE = "SSL_CERT_FILE"
 STOP_NOTICE = "stopping after running streams have finished; Ctrl-C again stops at once"
 _EXAMPLE_PROMPT = "def read_json(path):\n"
 
 
 def command(service: str, settings: BaseModel, extra: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the command of one service.
+    """Return the command of one service, without its secrets.
 
     ``-P`` ignores a folder called gateway in the user's folder.
     """
@@ -61,9 +64,18 @@ def verifier(command: tuple[str, ...], address: str) -> Service:
     return Service(VERIFIER_NAME, command, probes.GrpcProbe(address, VERIFIER_HEALTH_NAME), VERIFIER_GRACE_S)
 
 
-def gateway(command: tuple[str, ...], host: str, port: int, liveness_socket: Path) -> Service:
-    probe = probes.GatewayProbe(host, port, liveness_socket)
-    return Service("gateway", command, probe, GATEWAY_GRACE_S, max_stall_s=GATEWAY_MAX_STALL_S)
+def gateway(
+    command: tuple[str, ...], probe: probes.GatewayProbe, environment: Mapping[str, str], *, reloads: bool
+) -> Service:
+    return Service(
+        "gateway",
+        command,
+        probe,
+        GATEWAY_GRACE_S,
+        environment=environment,
+        max_stall_s=GATEWAY_MAX_STALL_S,
+        reloads=reloads,
+    )
 
 
 def check_ports(host: str, port: int, grpc_port: int, *, are_free: bool = True) -> None:
@@ -112,28 +124,42 @@ def check_port_free(host: str, port: int, flag: str, variable: str) -> None:
         raise ConfigError(f"--host: cannot listen on {host}: {problems[0]}")
 
 
-def ready_text(model: str, host: str, port: int, grpc_port: int, program: str) -> str:
+def ready_text(
+    model: str,
+    host: str,
+    port: int,
+    grpc_port: int,
+    program: str,
+    *,
+    certfile: Path | None = None,
+    needs_key: bool = False,
+) -> str:
     """Return the text for the user when the stack is ready: addresses, and requests to copy.
 
-    ``program``: foretoken as the user typed it.
+    ``program``: foretoken as the user typed it. ``certfile``: the server's certificate, for TLS.
     """
     host = probes.reachable(host)
     host = f"[{host}]" if ":" in host else host
-    url = f"http://{host}:{port}"
+    url = f"{'http' if certfile is None else 'https'}://{host}:{port}"
     body = json.dumps({"model": model, "prompt": _EXAMPLE_PROMPT, "max_tokens": 64, "temperature": 0, "stream": True})
     fields = f"model={model!r}, prompt={_EXAMPLE_PROMPT!r}, max_tokens=64, temperature=0, stream=True"
-    option = "" if (host, port) == ("127.0.0.1", 8000) else f" --url {url}"
+    option = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
+    key_header = f' -H "authorization: Bearer ${KEY_VARIABLE}"' if needs_key else ""
+    imports, client_key = ("import os\n  ", f'os.environ["{KEY_VARIABLE}"]') if needs_key else ("", '"none"')
+    # A certificate that no public authority has signed is its own root.
+    exports = {CA_VARIABLE: certfile and shlex.quote(str(certfile)), KEY_VARIABLE: needs_key and "YOUR_KEY"}
+    lines = "".join(f"\n  export {name}={value}" for name, value in exports.items() if value)
     return f"""
 foretoken is ready: {model} at {url} (OpenAI REST) and {host}:{grpc_port} (gRPC). Ctrl-C stops it.
 
-In another terminal:
+In another terminal:{lines}
   {program} complete {shlex.quote(_EXAMPLE_PROMPT.strip())} --temperature 0{option}
 
-  curl -N {url}/v1/completions -H 'content-type: application/json' -d {shlex.quote(body)}
+  curl -N {url}/v1/completions{key_header} -H 'content-type: application/json' -d {shlex.quote(body)}
 
 In Python (pip install openai):
-  from openai import OpenAI
-  client = OpenAI(base_url="{url}/v1", api_key="none")
+  {imports}from openai import OpenAI
+  client = OpenAI(base_url="{url}/v1", api_key={client_key})
   for chunk in client.completions.create({fields}):
       print(*(choice.text for choice in chunk.choices), end="", flush=True)
 """

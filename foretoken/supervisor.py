@@ -85,6 +85,7 @@ class Service:
             ended, and none restarts before the last of them has gone.
         max_stall_s: how long it may not answer, or its event loop may not turn, after its first
             answer.
+        reloads: whether it reads files again after SIGHUP.
     """
 
     name: str
@@ -92,10 +93,12 @@ class Service:
     probe: Probe
     stop_grace_s: float
     required: bool = True
-    environment: Mapping[str, str] = field(default_factory=dict)
+    # Not shown: it may hold secrets.
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     before_kill: tuple[str, ...] = ()
     shares_faults: bool = False
     max_stall_s: float = MAX_SILENCE_S
+    reloads: bool = False
 
 
 class RestartDelays:
@@ -219,6 +222,7 @@ class Supervisor:
         self._killing = asyncio.Event()
         self._group: asyncio.TaskGroup
         self._exit_status = 0
+        self._had_terminal = _has_terminal()
 
     async def run(self) -> int:
         """Supervise until a stop signal or a failed start; return when every descendant has gone.
@@ -253,11 +257,24 @@ class Supervisor:
         stop_signals = [number for number in _STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
         for number in stop_signals:
             loop.add_signal_handler(number, self._on_stop_signal, number)
+        # None of nohup's concern: a reload ends nothing.
+        reloads = any(watch.service.reloads for watch in self._watches)
+        if reloads:
+            loop.add_signal_handler(signal.SIGHUP, self._on_hangup, is_nohup)
         try:
             yield
         finally:
-            for number in (signal.SIGCHLD, *stop_signals):
+            for number in {signal.SIGCHLD, *stop_signals, *([signal.SIGHUP] if reloads else [])}:
                 loop.remove_signal_handler(number)
+
+    def _on_hangup(self, is_nohup: bool) -> None:
+        """Let services read files again; stop if the signal says that the terminal has gone."""
+        if self._had_terminal and not is_nohup and not _has_terminal():
+            self._on_stop_signal(signal.SIGHUP)
+            return
+        for watch in self._watches:
+            if watch.service.reloads and watch.child is not None:
+                _send(watch.child, signal.SIGHUP)
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
         if not self._stopping.is_set():
@@ -282,14 +299,15 @@ class Supervisor:
                 os.killpg(pid, signal.SIGKILL)
             child.ended.set_result(child.process.wait())
 
-    def _spawn(self, command: tuple[str, ...], environment: Mapping[str, str]) -> _Child:
+    def _spawn(self, command: tuple[str, ...], environment: Mapping[str, str], *, reloads: bool = False) -> _Child:
         process = subprocess.Popen(
             command,
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             # A new session: a signal to our process group reaches only us, and we stop in order.
             start_new_session=True,
-            preexec_fn=die_with(os.getpid()),
+            # Until the child has its handler, a SIGHUP must not end it; it reads the files after that.
+            preexec_fn=die_with(os.getpid(), ignored=signal.SIGHUP if reloads else None),
         )
         child = _Child(process, asyncio.get_running_loop().create_future())
         self._children[process.pid] = child
@@ -301,7 +319,7 @@ class Supervisor:
             if service.shares_faults:
                 await self._wait_for_faulted()
             try:
-                child = watch.child = self._spawn(service.command, service.environment)
+                child = watch.child = self._spawn(service.command, service.environment, reloads=service.reloads)
             except OSError as error:
                 # Too many processes or too little memory: this passes, and the others keep serving.
                 end, ready_s = f"could not be started ({error.strerror})", 0.0
@@ -462,6 +480,15 @@ async def _end_now(child: _Child) -> None:
     _send(child, signal.SIGTERM, signal.SIGCONT)
     await asyncio.wait([child.ended], timeout=LOST_CONTEXT_GRACE_S)
     _send(child, signal.SIGKILL)
+
+
+def _has_terminal() -> bool:
+    """Return whether this process has a controlling terminal that is still there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _send(child: _Child, *numbers: signal.Signals) -> None:

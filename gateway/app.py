@@ -15,6 +15,8 @@ import foretoken
 from foretoken import telemetry
 from foretoken.errors import ForetokenError
 from gateway import error_shapes, http
+from gateway.access import caller as callers
+from gateway.access.rest_guard import AccessMiddleware
 from gateway.anthropic.api import anthropic_router
 from gateway.bodies import BodyMiddleware
 from gateway.callers import CallerCheck, CallerMiddleware
@@ -43,8 +45,8 @@ def create_app(core: GatewayCore) -> FastAPI:
     app.include_router(control_router(core))
     app.include_router(tokenize_router(core))
     if core.admin_key is not None:
-        app.include_router(corpora_router(core, core.admin_key))
-        app.include_router(drafters_router(core, core.admin_key))
+        app.include_router(corpora_router(core))
+        app.include_router(drafters_router(core))
     _add_operator_routes(app, core)
     _add_error_handlers(app, core)
     _add_documents(app)
@@ -55,14 +57,21 @@ def create_app(core: GatewayCore) -> FastAPI:
 def _add_middleware(app: FastAPI, core: GatewayCore) -> None:
     """Add the middleware; the one added last sees a request first."""
     settings = core.settings
+    reject = functools.partial(_reject, core)
     app.add_middleware(BodyMiddleware, budget=core.bodies)
+    app.add_middleware(AccessMiddleware, policy=core.policy, reject=reject)
     if settings.allowed_origins:
-        # Without it, browsers hide the answers from pages.
+        # Without it, browsers hide the answers from pages. It comes before the check of keys, because a
+        # browser's preflight has none, and a page must be able to read that its key is wrong.
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["retry-after", "x-request-id"],
         )
     check = CallerCheck(settings.host, settings.allowed_hosts, settings.allowed_origins)
-    app.add_middleware(CallerMiddleware, check=check, reject=functools.partial(_reject, core))
+    app.add_middleware(CallerMiddleware, check=check, reject=reject)
 
 
 def _reject(core: GatewayCore, request: Request, error: ForetokenError) -> None:
@@ -75,23 +84,30 @@ def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
         """Return 200 while this process lives."""
         return http.json_response({"status": "ok"})
 
+    @app.get("/ping", tags=["Operation"])
+    async def ping() -> Response:
+        """Return 200 while this process lives, with an empty body, as in vLLM."""
+        return Response()
+
     @app.get("/ready", tags=["Operation"])
     async def ready() -> Response:
         """Return the state of verifiers and drafters; 200 if ready, else 503.
 
         Ready means that requests are taken and that, since the start, each drafter of the settings
-        has attached or was waited for in vain. Requests are taken during that wait.
+        has attached or was waited for in vain. Requests are taken during that wait. A caller without
+        the key that this server needs gets the status alone.
         """
         infos = await core.verifiers.fetch_infos()
         is_ready = core.is_ready and any(infos.values())
-        details = {
-            "status": "ready" if is_ready else "draining" if core.admission.draining else "not ready",
-            "model": core.settings.served_model_name,
-            "verifiers": [
+        details: dict[str, Any] = {
+            "status": "ready" if is_ready else "draining" if core.admission.draining else "not ready"
+        }
+        if callers.current().may_see:
+            details["model"] = core.settings.served_model_name
+            details["verifiers"] = [
                 {"address": client.address, "up": client.is_up, "drafters": _drafters(infos[client.address])}
                 for client in core.verifiers.clients
-            ],
-        }
+            ]
         headers = {} if is_ready else {"retry-after": str(http.RETRY_AFTER_S)}
         return http.json_response(details, status=200 if is_ready else 503, headers=headers)
 

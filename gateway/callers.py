@@ -8,8 +8,6 @@ no other site's page can read their answers.
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 from collections.abc import Callable, Collection
 
 from starlette.datastructures import Headers
@@ -18,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foretoken.errors import ForetokenError
 from gateway import error_shapes
-from gateway.config import ANY
+from gateway.config import ANY, is_loopback
 from gateway.http import ForeignHostError, ForeignOriginError, HostHeaderError
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -35,7 +33,7 @@ class CallerCheck:
         own = _bracketed(listens_at.lower())
         self._hosts = LOOPBACK_NAMES | {own} | set(allowed_hosts)
         self._origins = frozenset(allowed_origins)
-        self._checks_host = ANY not in self._hosts and (bool(allowed_hosts) or _is_loopback(listens_at))
+        self._checks_host = ANY not in self._hosts and (bool(allowed_hosts) or is_loopback(listens_at))
 
     def __call__(self, headers: Headers) -> None:
         """Raise HostHeaderError, ForeignHostError or ForeignOriginError for a request to refuse."""
@@ -79,15 +77,6 @@ class CallerMiddleware:
             await error_shapes.error_response(request.url.path, error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
-
-
-def _is_loopback(host: str) -> bool:
-    """Return whether all addresses of ``host`` are on loopback."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError):
-        return False
-    return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
 
 
 def _bracketed(host: str) -> str:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
+import socket
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
 from foretoken.address import Address
 from foretoken.common_settings import ServedModelSettings
 from foretoken.config import Flag
 from foretoken.errors import ConfigError
 from foretoken.limits import MAX_ATTEMPTS, MAX_BODY_BYTES
+from gateway.access.certificates import CertificateFiles
+from gateway.access.keyring import all_keys, given_keys
 from gateway.chat import reasoning, tool_formats
 
 MIN_KEY_CHARS = 16
@@ -23,6 +27,7 @@ CORES_PER_WORKER = 4
 MAX_DEFAULT_WORKERS = 4
 # Instead of a list of hosts or origins.
 ANY = "*"
+MAX_KEY_CHARS = 512
 _HOST = re.compile(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
 
@@ -122,6 +127,34 @@ class GatewaySettings(ServedModelSettings):
     admin_api_key_file: Annotated[
         Path | None, Flag(metavar="PATH", env="FORETOKEN_ADMIN_API_KEY_FILE", unset="none: no such endpoints")
     ] = Field(default=None, description="File with the key of the operator's endpoints /v1/corpora and /v1/drafters.")
+    api_keys: Annotated[
+        tuple[SecretStr, ...],
+        Flag("--api-key", metavar="KEY", env="FORETOKEN_API_KEY", unset="none: clients need no key", secret=True),
+    ] = Field(
+        default=(),
+        description="A key that clients need; may be given several times (in the environment: with spaces between). "
+        "All users of the machine can read a command line: prefer the environment or --api-key-file.",
+    )
+    api_key_file: Annotated[Path | None, Flag(metavar="FILE", unset="none")] = Field(
+        default=None,
+        description="File of hashed keys with names and limits, as foretoken key writes it. Read again after SIGHUP.",
+    )
+    insecure: bool = Field(
+        default=False, description="Let other machines use the server without a key, if --host listens for them."
+    )
+    ssl_certfile: Annotated[Path | None, Flag(metavar="FILE", unset="none: no TLS")] = Field(
+        default=None,
+        description="Certificate chain (PEM) for REST and gRPC. Read again after SIGHUP.",
+    )
+    ssl_keyfile: Annotated[Path | None, Flag(metavar="FILE", unset="none")] = Field(
+        default=None, description="Private key (PEM, without a password) of --ssl-certfile. Read again after SIGHUP."
+    )
+    ssl_ca_certs: Annotated[Path | None, Flag(metavar="FILE", unset="none: clients need no certificate")] = Field(
+        default=None, description="Roots (PEM) that clients' certificates must lead to. Read again after SIGHUP."
+    )
+    probe_key: Annotated[SecretStr | None, Flag(hidden=True, env="FORETOKEN_PROBE_KEY", secret=True)] = Field(
+        default=None, description="The supervisor's key, which shows it the details of /ready."
+    )
 
     @field_validator("verifiers")
     @classmethod
@@ -155,6 +188,58 @@ class GatewaySettings(ServedModelSettings):
                 raise ValueError(f"{origin!r} is not an origin: https://name, http://name:port or *")
         return origins
 
+    @field_validator("api_keys")
+    @classmethod
+    def _are_keys(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        for key in keys:
+            text = key.get_secret_value()
+            if not (0 < len(text) <= MAX_KEY_CHARS and text.isascii() and text.isprintable() and " " not in text):
+                raise ValueError(f"a key must have 1 to {MAX_KEY_CHARS} printable ASCII characters without spaces")
+        return keys
+
+    @model_validator(mode="after")
+    def _has_whole_certificate(self) -> Self:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("--ssl-certfile and --ssl-keyfile must be given together")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ValueError("--ssl-ca-certs needs --ssl-certfile")
+        return self
+
+    @property
+    def secrets(self) -> list[str]:
+        """The keys that were given without a file."""
+        return [key.get_secret_value() for key in self.api_keys]
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self.api_keys) or self.api_key_file is not None
+
+    @property
+    def is_reloadable(self) -> bool:
+        """Whether SIGHUP makes the gateway read files again."""
+        return self.api_key_file is not None or self.ssl_certfile is not None
+
+    @property
+    def certificate_files(self) -> CertificateFiles | None:
+        """The files for TLS; None for plain text."""
+        if self.ssl_certfile is None or self.ssl_keyfile is None:
+            return None
+        return CertificateFiles(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
+
+    def check_access(self) -> None:
+        """Raise ConfigError for an unusable file of keys or certificates, or an exposed server."""
+        self.admin_key()
+        all_keys(given_keys(self.secrets), self.api_key_file)
+        if self.certificate_files is not None:
+            self.certificate_files.context()
+        is_protected = self.needs_key or self.ssl_ca_certs is not None or self.insecure
+        if not is_protected and not all(address.is_loopback for address in _addresses(self.host)):
+            raise ConfigError(
+                f"--host {self.host}: other machines could use this server without a key; give --api-key-file or "
+                "--api-key (foretoken key makes one), or --insecure to let them"
+            )
+
     @property
     def num_workers(self) -> int:
         """Gateway processes, with auto decided."""
@@ -178,6 +263,21 @@ class GatewaySettings(ServedModelSettings):
         if len(key) < MIN_KEY_CHARS or not key.isprintable():
             raise ConfigError(f"--admin-api-key-file: the key must have at least {MIN_KEY_CHARS} printable characters")
         return key
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether all addresses of ``host`` are on loopback."""
+    addresses = _addresses(host)
+    return bool(addresses) and all(address.is_loopback for address in addresses)
+
+
+def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Return the addresses of ``host``; none if it cannot be resolved, which binding reports."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        return []
+    return [ipaddress.ip_address(address[0]) for *_, address in found]
 
 
 def default_workers(num_cores: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -17,6 +18,8 @@ from foretoken.errors import ForetokenError, InvalidRequestError, NotFoundError,
 from foretoken.limits import ModelLimits
 from foretoken.sampling import SpeculationOptions
 from foretoken.tracing import TraceContext, Tracer
+from gateway.access import caller as callers
+from gateway.access.policy import Policy
 from gateway.admission import Admission
 from gateway.bodies import BodyBudget
 from gateway.chat.chat_reply import ChatForms
@@ -58,10 +61,15 @@ class GatewayCore:
         verifiers: VerifierPool,
         tracer: Tracer | None = None,
         admin_key: str | None = None,
+        policy: Policy | None = None,
     ) -> None:
-        """``admin_key`` protects the operator's endpoints; None: there are none."""
+        """``admin_key`` protects the operator's endpoints; None: there are none.
+
+        ``policy`` decides who may call; None: everybody, and the operator with its key.
+        """
         self.settings = settings
         self.admin_key = admin_key
+        self.policy = policy or Policy(None, models=(settings.served_model_name,), operator_key=admin_key)
         self.tokenizer = tokenizer
         self.verifiers = verifiers
         self.admission = Admission(settings.max_concurrent_requests)
@@ -101,8 +109,12 @@ class GatewayCore:
         return round(1e3 * self.settings.request_timeout_s)
 
     def check_model(self, name: str | None) -> None:
-        """Raise NotFoundError unless ``name`` is one of the served model's, or absent."""
+        """Raise NotFoundError unless ``name`` is one of the served model's, or absent.
+
+        Raises PermissionDeniedError if the caller may not use it.
+        """
         served = self.settings.served_model_names
+        callers.current().check_model(name or self.settings.served_model_name)
         if name and name not in served:
             known = ", ".join(map(repr, served))
             raise NotFoundError(f"the model {name!r} does not exist; this server serves {known}", field="model")
@@ -112,11 +124,12 @@ class GatewayCore:
         return name or self.settings.served_model_name
 
     def check_open(self) -> None:
-        """Raise QueueFullError or UnavailableError if the gateway would refuse any request now.
+        """Raise QueueFullError or UnavailableError if the gateway would refuse the caller's request now.
 
         Call it before parsing and encoding: under overload a refusal must cost next to nothing.
         """
         self.admission.check()
+        callers.current().check_quota()
         self.verifiers.check_room(1)
 
     async def in_text_thread(self, work: Callable[[], ResultT]) -> ResultT:
@@ -213,9 +226,12 @@ class GatewayCore:
         """Start a generation. At the end of the block, drop what still runs; count, log and trace.
 
         ``client_id`` is the client's name for the request in the log. Raises QueueFullError at the
-        limit of requests, and UnavailableError while draining.
+        limit of requests, RateLimitError at one of the caller's, and UnavailableError while
+        draining.
         """
-        with self.admission.enter():
+        caller = callers.current()
+        with self.admission.enter(), caller.running(sum(len(prompt.ids) for prompt in request.prompts)):
+            request = dataclasses.replace(request, cache_salt=caller.tenant(request.cache_salt))
             max_model_len = self.verifiers.info.max_model_len
             span, request = start_span(self._tracer, request, self.settings.served_model_name, api, client_id)
             generation = Generation(request, self.verifiers, self.tokenizer, max_model_len, self.metrics.tokens_arrived)
@@ -237,6 +253,7 @@ class GatewayCore:
                 raise
             finally:
                 generation.close()
+                caller.spend(generation.completion_tokens)
                 self._ended(generation, failure, api, client_id)
                 if span is not None:
                     end_span(span, generation, failure)
@@ -250,7 +267,8 @@ class GatewayCore:
             return
         error.is_reported = True
         outcome = error.status.name.lower()
-        self.metrics.request_rejected(outcome)
+        caller = callers.current()
+        self.metrics.request_rejected(outcome, caller.name)
         trace = refused_span(self._tracer, error, trace, self.settings.served_model_name, api, client_id)
         logger.info(
             "request refused",
@@ -262,21 +280,25 @@ class GatewayCore:
                 "field": error.field,
                 # Our own words; other messages may quote the client's text.
                 "reason": error.message if isinstance(error, QueueFullError | UnavailableError) else None,
+                **caller.log_fields,
             },
         )
 
     def give_up(self, api: str, client_id: str) -> None:
         """Count and log a request whose client went away before it ran."""
-        self.metrics.request_rejected("cancelled")
-        logger.info("request", extra={"client_request_id": client_id, "api": api, "outcome": "cancelled"})
+        caller = callers.current()
+        self.metrics.request_rejected("cancelled", caller.name)
+        fields = {"client_request_id": client_id, "api": api, "outcome": "cancelled", **caller.log_fields}
+        logger.info("request", extra=fields)
 
     def _ended(self, generation: Generation, failure: str | None, api: str, client_id: str) -> None:
         seconds = time.monotonic() - generation.started_at
+        caller = callers.current()
         if failure in REFUSALS and not generation.completion_tokens:
             # The verifier refused it, as the gateway might have.
-            self.metrics.request_rejected(failure)
+            self.metrics.request_rejected(failure, caller.name)
         else:
-            self.metrics.request_ended(generation, seconds, failure)
+            self.metrics.request_ended(generation, seconds, failure, caller.name)
         request, outputs = generation.request, generation.outputs
         stats = generation.speculation
         first_s = generation.time_to_first_token_s
@@ -299,6 +321,7 @@ class GatewayCore:
                 "decode_steps": stats.num_decode_steps,
                 "draft_tokens": stats.num_draft_tokens,
                 "accepted_tokens": stats.num_accepted_tokens,
+                **caller.log_fields,
             },
         )
 

@@ -15,7 +15,7 @@ from gateway import http
 from gateway.core import GatewayCore
 from gateway.fields import Fields, validate
 from gateway.messages import DrafterInfo
-from gateway.operator import call_all, check_key
+from gateway.operator import call_all
 from gateway.verifier_client import VerifierClient
 from gateway.verifier_wire import drafter_from_proto
 from protos import verifier_pb2
@@ -33,14 +33,13 @@ class DrafterFields(Fields):
     verifier: str = Field("", description="Address of one verifier; empty: all.")
 
 
-def drafters_router(core: GatewayCore, key: str) -> APIRouter:
-    """Return the routes of one gateway, for callers with ``key``."""
+def drafters_router(core: GatewayCore) -> APIRouter:
+    """Return the routes of one gateway, for the operator."""
     router = APIRouter(prefix="/v1/drafters", tags=["Operation"])
 
     @router.post("", openapi_extra=http.body_schema(DrafterFields))
     async def attach(request: Request) -> Response:
         """Attach a drafter until it is detached or the verifier ends; requests may name it."""
-        check_key(request, key)
         fields = validate(DrafterFields, await http.read_object(request))
         limits.check_drafter_name("name", fields.name)
         limits.check_address("address", fields.address)
@@ -53,17 +52,15 @@ def drafters_router(core: GatewayCore, key: str) -> APIRouter:
         return _list(zip(clients, drafters, strict=True))
 
     @router.get("")
-    async def list_all(request: Request, verifier: str = "") -> Response:
+    async def list_all(verifier: str = "") -> Response:
         """List all drafters as each verifier sees them, detached ones included."""
-        check_key(request, key)
         clients = _verifiers(core, verifier)
         infos = [(client, await client.fetch_info()) for client in clients]
         return _list((client, drafter) for client, info in infos for drafter in info.drafters)
 
     @router.delete("/{name}")
-    async def detach(request: Request, name: str, verifier: str = "") -> Response:
+    async def detach(name: str, verifier: str = "") -> Response:
         """Detach a drafter: its requests continue, and new ones may still name it."""
-        check_key(request, key)
         await _change(core, _verifiers(core, verifier), "DetachDrafter", verifier_pb2.DetachDrafterRequest(name=name))
         return http.json_response({"object": "drafter", "name": name, "detached": True})
 

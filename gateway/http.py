@@ -23,11 +23,13 @@ from foretoken.errors import (
     PermissionDeniedError,
     PreconditionError,
     QueueFullError,
+    RateLimitError,
     UnauthenticatedError,
     UnavailableError,
 )
 from foretoken.limits import MAX_BODY_BYTES, MAX_JSON_VALUES, MAX_REQUEST_ID_CHARS
 from foretoken.tracing import TraceContext
+from gateway.access.quota import retry_after
 from gateway.bodies import hold_of
 from gateway.fields import Fields, parse_body
 
@@ -217,6 +219,10 @@ def _code(kind: type[ForetokenError], error: ForetokenError) -> str | None:
         return "context_length_exceeded"
     if (kind is NotFoundError and error.field != "model") or isinstance(error, ForeignOriginError):
         return None
+    if isinstance(error, RateLimitError):
+        return "rate_limit_exceeded"
+    if isinstance(error, PermissionDeniedError) and error.field == "model":
+        return "model_not_found"
     return _CODES.get(kind)
 
 
@@ -224,7 +230,8 @@ def error_headers(error: ForetokenError) -> dict[str, str]:
     """Return the headers of an error, such as those for retries."""
     headers = {}
     if isinstance(error, QueueFullError | UnavailableError):
-        headers["retry-after"] = str(RETRY_AFTER_S)
+        seconds = retry_after(error.retry_after_s) if isinstance(error, RateLimitError) else RETRY_AFTER_S
+        headers["retry-after"] = str(seconds)
     if isinstance(error, DeadlineError | ModelOutputError):
         # The same request would take as long, or fail, again: clients must not retry by themselves.
         headers["x-should-retry"] = "false"

@@ -57,10 +57,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._reader_timer: TimerHandle | None = None
         self._unread_bytes = 0
         self._progress_at = 0.0
+        # Whether the client has shown a certificate. TLS lets none pass that is not good.
+        self.has_peer_certificate = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         _notice_vanished_peer(transport, self._client_timeout_s)
+        self.has_peer_certificate = bool(transport.get_extra_info("peercert"))
         if len(self.connections) > max_connections():
             self._answer_and_close(503, "too many connections", b"retry-after: 1\r\n")
             return

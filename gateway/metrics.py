@@ -51,6 +51,12 @@ class GatewayMetrics:
         self._generation_tokens = registry.counter(
             "generation_tokens", "Output tokens, trimmed at stop strings.", vllm=True
         )
+        self._key_requests = registry.counter("key_requests", "Requests of a client's key that ran, by outcome.")
+        self._key_rejections = registry.counter(
+            "key_rejections", "Requests of a client's key that were refused before they ran, by reason."
+        )
+        self._key_prompt_tokens = registry.counter("key_prompt_tokens", "Prompt tokens of a client's key.")
+        self._key_generation_tokens = registry.counter("key_generation_tokens", "Output tokens of a client's key.")
         self._declare_histograms()
         registry.observed_gauge("gateway_num_requests", "Requests in the gateway now.", lambda: [(num_requests(), {})])
         registry.observed_gauge(
@@ -58,16 +64,28 @@ class GatewayMetrics:
         )
         self._resumes = registry.counter("sequences_resumed", "Outputs resumed after their verifier was lost.")
 
-    def request_rejected(self, reason: str) -> None:
-        """Count a refused request; ``reason`` is the name of its gRPC status, in lower case."""
+    def request_rejected(self, reason: str, key: str = "") -> None:
+        """Count a refused request; ``reason`` is the name of its gRPC status, in lower case.
+
+        ``key``: name of the client's key; empty for none.
+        """
         self._rejections.add(1, {"reason": reason})
+        if key:
+            self._key_rejections.add(1, {"key": key, "reason": reason})
 
     def tokens_arrived(self, seconds: float, num_tokens: int) -> None:
         """Record new tokens of one output, ``seconds`` after its last ones."""
         self._inter_token.record(seconds / num_tokens)
 
-    def request_ended(self, generation: Generation, seconds: float, failure: str | None) -> None:
-        """Count a request that ran; ``failure`` is None if it finished."""
+    def request_ended(self, generation: Generation, seconds: float, failure: str | None, key: str = "") -> None:
+        """Count a request that ran; ``failure`` is None if it finished.
+
+        ``key``: name of the client's key; empty for none.
+        """
+        if key:
+            self._key_requests.add(1, {"key": key, "outcome": failure or "ok"})
+            self._key_prompt_tokens.add(generation.prompt_tokens, {"key": key})
+            self._key_generation_tokens.add(generation.completion_tokens, {"key": key})
         self._latency.record(seconds)
         self._resumes.add(generation.num_resumes)
         self._prompt_tokens.add(generation.prompt_tokens)

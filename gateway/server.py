@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import logging
+import signal
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
@@ -17,11 +18,16 @@ import uvicorn
 import uvloop
 
 from foretoken import liveness, rpc
-from foretoken.errors import ForetokenError
+from foretoken.errors import ConfigError, ForetokenError
 from foretoken.links import read_credentials
 from foretoken.telemetry import render
 from foretoken.tracing import make_tracer
 from gateway import grpc_bodies
+from gateway.access.certificates import Certificates
+from gateway.access.grpc_guard import AccessInterceptor
+from gateway.access.keyring import Keyring
+from gateway.access.policy import Policy
+from gateway.access.quota import Ledger
 from gateway.app import create_app
 from gateway.config import GatewaySettings
 from gateway.core import GatewayCore
@@ -32,7 +38,7 @@ from gateway.sockets import BACKLOG, bracketed, hold, listen
 from gateway.tokenizer import Tokenizer
 from gateway.verifier_pool import VerifierPool
 from gateway.worker_aborts import abort_in_all_workers, aborts_socket, serve_aborts
-from gateway.worker_metrics import serve_text, totals_of_all_workers
+from gateway.worker_metrics import serve_text, totals_of_all_workers, worker_number
 from protos import gateway_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -51,8 +57,8 @@ def run(settings: GatewaySettings) -> None:
 
 async def serve(settings: GatewaySettings) -> None:
     """Serve as ``run`` does, in the running event loop."""
-    with rpc.stop_signals() as stop:
-        async with Gateway(settings) as gateway:
+    with rpc.stop_signals() as stop, _hangups(settings) as hangup:
+        async with Gateway(settings) as gateway, _background(gateway.reload_after(hangup)):
             # Freeze what stays: a full collection would scan it, and hold up every stream meanwhile.
             gc.collect()
             gc.freeze()
@@ -87,17 +93,29 @@ class Gateway:
                 on_change=lambda is_ready: self._health.mark(is_ready),
                 credentials=read_credentials(settings),
             )
-            self.core = GatewayCore(settings, tokenizer, self.verifiers, tracer, settings.admin_key())
+            admin_key = settings.admin_key()
+            files = settings.certificate_files
+            self._certificates = None if files is None else Certificates(files)
+            self._keyring = _keyring(settings) if settings.needs_key else None
+            policy = Policy(
+                self._keyring,
+                models=(settings.served_model_name,),
+                operator_key=admin_key,
+                probe_key=None if settings.probe_key is None else settings.probe_key.get_secret_value(),
+                needs_certificate=settings.ssl_ca_certs is not None,
+            )
+            self.core = GatewayCore(settings, tokenizer, self.verifiers, tracer, admin_key, policy)
             stack.callback(self.core.metrics.close)
             self._grpc = self._grpc_server(reuse_port=is_worker)
             self._health = rpc.Health(self._grpc, (SERVICE_NAME,))
             await self._health.mark(False)
             gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(self.core), self._grpc)
-            rpc.bind(self._grpc, f"{bracketed(settings.host)}:{settings.grpc_port}")
+            credentials = None if self._certificates is None else self._certificates.grpc
+            rpc.bind(self._grpc, f"{bracketed(settings.host)}:{settings.grpc_port}", public_tls=credentials)
             await self._grpc.start()
             stack.push_async_callback(self._grpc.stop, CUT_GRACE_S)
             self._verifiers_task = await stack.enter_async_context(_background(self.verifiers.run()))
-            rest = _RestServer(self.core, settings)
+            rest = _RestServer(self.core, settings, self._certificates)
             self.connections = rest.server_state.connections
             self._rest_task = await stack.enter_async_context(_serving(rest, listener))
             if settings.worker_socket is not None:
@@ -116,12 +134,30 @@ class Gateway:
             core.reject(error, api=API, client_id="", trace=rpc.trace_context(context))
 
         self.body_interceptor = BodyInterceptor(core.bodies, self._settings.max_concurrent_requests, reject)
-        return rpc.async_server(
-            reuse_port=reuse_port, options=grpc_bodies.SERVER_OPTIONS, interceptors=(self.body_interceptor,)
-        )
+        interceptors = (AccessInterceptor(core.policy, reject), self.body_interceptor)
+        return rpc.async_server(reuse_port=reuse_port, options=grpc_bodies.SERVER_OPTIONS, interceptors=interceptors)
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
+
+    def reload(self) -> None:
+        """Read keys and certificates again; of a bad file, what it held before stays in use."""
+        for kind, held in (("keys", self._keyring), ("certificates", self._certificates)):
+            if held is None:
+                continue
+            try:
+                held.reload()
+            except (ConfigError, OSError) as error:
+                logger.error("not reloaded", extra={"what": kind, "reason": str(error)})
+            else:
+                logger.warning("reloaded", extra={"what": kind})
+
+    async def reload_after(self, hangup: asyncio.Event) -> None:
+        """Reload each time ``hangup`` is set, for ever."""
+        while True:
+            await hangup.wait()
+            hangup.clear()
+            self.reload()
 
     async def until(self, stop: asyncio.Event) -> None:
         """Return when ``stop`` is set. Raises the error of a gateway's task that ends earlier."""
@@ -165,7 +201,7 @@ class Gateway:
 class _RestServer(uvicorn.Server):
     """uvicorn without signal handlers, and with one tick per second instead of ten."""
 
-    def __init__(self, core: GatewayCore, settings: GatewaySettings) -> None:
+    def __init__(self, core: GatewayCore, settings: GatewaySettings, certificates: Certificates | None) -> None:
         super().__init__(
             uvicorn.Config(
                 create_app(core),
@@ -184,6 +220,10 @@ class _RestServer(uvicorn.Server):
                 timeout_graceful_shutdown=1,
             )
         )
+        if certificates is not None:
+            # uvicorn would read the files into a context that nobody else can change.
+            self.config.load()
+            self.config.ssl = certificates.rest
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
@@ -199,6 +239,28 @@ class _RestServer(uvicorn.Server):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await self._stop.wait()
+
+
+@contextlib.contextmanager
+def _hangups(settings: GatewaySettings) -> Iterator[asyncio.Event]:
+    """Yield an event that SIGHUP sets during the block, if it has a meaning for this gateway."""
+    hangup = asyncio.Event()
+    if not settings.is_reloadable:
+        yield hangup
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, hangup.set)
+    try:
+        yield hangup
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+
+
+def _keyring(settings: GatewaySettings) -> Keyring:
+    """Return the keys, whose use the gateway's processes count together."""
+    path = settings.worker_socket
+    ledger = Ledger() if path is None else Ledger(path.parent, worker_number(path), settings.num_workers)
+    return Keyring(settings.secrets, settings.api_key_file, ledger)
 
 
 @contextlib.asynccontextmanager

@@ -35,6 +35,11 @@ def worker_socket(folder: Path, number: int) -> Path:
     return folder / f"worker-{number}.sock"
 
 
+def worker_number(path: Path) -> int:
+    """Return the number of the worker with this socket."""
+    return int(path.stem.removeprefix("worker-"))
+
+
 def liveness_socket(folder: Path, number: int) -> Path:
     """Return the path of the socket on which a worker says when its event loop last turned."""
     return folder / f"alive-{number}.sock"

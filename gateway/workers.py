@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foretoken import liveness, stack
+from foretoken.config import to_environment
 from foretoken.runtime_folder import runtime_folder
 from foretoken.supervisor import Service, Supervisor
 from gateway.config import GatewaySettings
@@ -73,7 +74,9 @@ def _worker(settings: GatewaySettings, number: int, path: Path, extra: Sequence[
         stack.command("gateway", own, extra),
         WorkerProbe(path, liveness_path),
         settings.drain_timeout_s + STOP_GRACE_S,
+        environment=to_environment(own),
         max_stall_s=stack.GATEWAY_MAX_STALL_S,
+        reloads=settings.is_reloadable,
     )
 
 

@@ -18,7 +18,7 @@ url_option = click.option(
     show_envvar=True,
     default=DEFAULT_URL,
     show_default=True,
-    help="URL of the gateway.",
+    help="URL of the gateway. The environment variable SSL_CERT_FILE names roots to check an https one by.",
 )
 operator_key_option = click.option(
     "--admin-api-key-file",
@@ -105,7 +105,10 @@ def complete(
     no_speculation: bool,
     drafter: str | None,
 ) -> None:
-    """Stream a completion; accepted draft tokens are green."""
+    """Stream a completion; accepted draft tokens are green.
+
+    The environment variable FORETOKEN_API_KEY holds the key of a gateway that needs one.
+    """
     from foretoken.commands.complete import CompletionOptions, dim
     from foretoken.commands.complete import complete as stream
     from foretoken.errors import ConfigError, UnavailableError

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from foretoken.commands.rest_address import no_answer, rest_url
+from foretoken.commands.rest_address import key_headers, no_answer, rest_url, tls_context
 from foretoken.errors import ForetokenError, UnavailableError
 
 CONNECT_TIMEOUT_S = 5.0
@@ -102,7 +102,10 @@ def complete(url: str, options: CompletionOptions, *, write: Callable[[str], Non
     url = rest_url(url)
     timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
     # Connect directly, whatever web proxy the machine uses.
-    with httpx.Client(base_url=url, timeout=timeout, trust_env=False) as client:
+    client = httpx.Client(
+        base_url=url, timeout=timeout, trust_env=False, headers=key_headers(), verify=tls_context(url)
+    )
+    with client:
         try:
             body = options.body(_served_model(client))
             with client.stream("POST", "/v1/completions", json=body) as response:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import httpx
 
-from foretoken.commands.rest_address import no_answer, rest_url
+from foretoken.commands.rest_address import no_answer, rest_url, tls_context
 from foretoken.errors import ConfigError, ForetokenError
 
 CONNECT_TIMEOUT_S = 5.0
@@ -32,6 +32,7 @@ class OperatorClient:
             headers={"authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             trust_env=False,
+            verify=tls_context(self._url),
         )
 
     def __enter__(self) -> Self:

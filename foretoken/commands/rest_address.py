@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+import os
+import ssl
+
 import httpx
 
-from foretoken.errors import ForetokenError, UnavailableError
+from foretoken.errors import ConfigError, ForetokenError, UnavailableError
 
 
 def rest_url(text: str) -> str:
     """Return the base URL for an address; it may lack a scheme or end in OpenAI's /v1."""
     url = text.rstrip("/").removesuffix("/v1")
     return url if "://" in url else f"http://{url}"
+
+
+def key_headers() -> dict[str, str]:
+    """Return the headers with the key of the environment, if there is one.
+
+    A server takes several keys from the same variable; then this is the first.
+    """
+    keys = os.environ.get("FORETOKEN_API_KEY", "").split()
+    return {"authorization": f"Bearer {keys[0]}"} if keys else {}
+
+
+def tls_context(url: str) -> ssl.SSLContext | bool:
+    """Return how to check the server of ``url``: by public authorities or the environment's roots.
+
+    Raises ConfigError for a file that holds no roots.
+    """
+    path = os.environ.get("SSL_CERT_FILE")
+    if not path or not url.startswith("https:"):
+        return True
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as error:
+        raise ConfigError(f"SSL_CERT_FILE: cannot read {path}: {error.strerror or error}") from None
 
 
 def no_answer(url: str, error: httpx.HTTPError | httpx.InvalidURL) -> ForetokenError:

@@ -93,7 +93,7 @@ COMMANDS: dict[str, tuple[type[Settings], ...]] = {
 # Settings that ``serve`` decides itself, or that need services started one by one.
 _NOT_OF_SERVE = {
     *("verifiers", "speculative_metrics", "max_concurrent_requests", "drain_timeout_s"),
-    *("worker_socket", "liveness_socket"),
+    *("worker_socket", "liveness_socket", "probe_key"),
     *("address", "insecure_links", "draft_timeout_ms", "name", "algorithm", "target", "disable_coupled_noise"),
 }
 
@@ -160,7 +160,7 @@ def gateway_settings(given: Given, **more: Any) -> GatewaySettings:
     """Return a gateway's settings with MODEL as given; ``find_checkpoint`` finds its folder."""
     settings = given.settings(GatewaySettings, **(_served_names(given) | more))
     # The gateway reads them again; an unreadable file must fail before a model is loaded.
-    settings.admin_key()
+    settings.check_access()
     read_credentials(settings)
     if settings.chat_template is not None:
         read_chat_template(settings.chat_template)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from functools import cached_property
 from pathlib import Path
@@ -50,6 +51,9 @@ class SettingsCommand(click.Command):
         """Return the user's values from a parsed context."""
         values: dict[str, Any] = {}
         for name, setting in self.settings.items():
+            if setting.shown.secret and setting.shown.env:
+                # Not for the environment of every child process.
+                os.environ.pop(setting.shown.env, None)
             if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT:
                 *outer, last = setting.path
                 (values.setdefault(outer[0], {}) if outer else values)[last] = ctx.params[name]

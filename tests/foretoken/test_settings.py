@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -15,7 +16,7 @@ from foretoken.commands.given import Given
 from foretoken.commands.service_settings import COMMANDS, settings_of_command
 from foretoken.commands.settings_command import SettingsCommand
 from foretoken.commands.settings_table import rows
-from foretoken.config import Setting, Settings, build, settings_of, to_flags
+from foretoken.config import Setting, Settings, build, settings_of, to_environment, to_flags
 from foretoken.errors import ConfigError
 from gateway.config import GatewaySettings
 from tests.support.command_line import ROOT, foretoken, free_port
@@ -37,6 +38,8 @@ TEXTS = {
     "model": "folder",
     "allowed_origins": "https://other",
     "gateway_workers": "2",
+    "tool_call_parser": "hermes",
+    "reasoning_parser": "qwen3",
 }
 
 
@@ -130,11 +133,16 @@ def test_a_flag_wins_over_the_environment_that_over_the_file_and_that_over_the_d
 
 def test_the_variables_are_these(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {setting.shown.env: setting for _, setting in ALL if setting.shown.env}
-    own = {"FORETOKEN_ADMIN_API_KEY_FILE", "FORETOKEN_LINK_TOKEN_FILE"}
-    assert set(variables) == {*own, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"}
+    assert set(variables) == {
+        *("FORETOKEN_ADMIN_API_KEY_FILE", "FORETOKEN_API_KEY", "FORETOKEN_LINK_TOKEN_FILE", "FORETOKEN_PROBE_KEY"),
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    }
     for variable, setting in variables.items():
         monkeypatch.setenv(str(variable), "there")
-        assert value_of(given("gateway", *NEEDED["gateway"]).values, setting) == "there"
+        expected = ("there",) if setting.is_repeated else "there"
+        assert value_of(given("gateway", *NEEDED["gateway"]).values, setting) == expected
+        # Child processes get a secret only if it is meant for them.
+        assert (variable in os.environ) is not setting.shown.secret
 
 
 @pytest.mark.parametrize(
@@ -245,7 +253,8 @@ def test_every_command_starts_with_a_config_file_alone(
 
 
 @pytest.mark.parametrize("command", ["gateway", "verifier", "drafter"])
-def test_settings_become_flags_that_give_them_again(command: str) -> None:
+def test_settings_become_flags_that_give_them_again(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Secrets go through the environment: everybody can read a command line."""
     kind: type[Settings] = COMMANDS[command][0]
     values = {
         setting.path[0]: (another(setting),) if setting.is_repeated else another(setting)
@@ -257,6 +266,8 @@ def test_settings_become_flags_that_give_them_again(command: str) -> None:
     if command == "drafter":
         values["algorithm"] = "EAGLE3"
     settings = build(kind, values)
+    for variable, text in to_environment(settings).items():
+        monkeypatch.setenv(variable, text)
     again = given(command, *to_flags(settings))
     more = {"drafters": values["drafters"]} if command == "verifier" else {}
     assert again.settings(kind, **more) == settings

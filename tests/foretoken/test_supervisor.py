@@ -53,6 +53,13 @@ def note(number, frame):
         sys.exit(0)
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, note)
+def note_only(number, frame):
+    with open(folder / "log", "a") as log:
+        log.write(f"{name} {signal.Signals(number).name}\\n")
+if mode == "reloads":
+    # So a signal before this line does not end it.
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    signal.signal(signal.SIGHUP, note_only)
 if mode == "forks" and os.fork() == 0:
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -173,6 +180,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 "before_kill": before_kill,
                 "shares_faults": name in shares_faults.split(),
                 "max_stall_s": max_silence_s if max_stall_s is None else max_stall_s,
+                "reloads": mode == "reloads",
             }
             for name, mode in modes
         ]
@@ -420,6 +428,39 @@ def test_a_child_is_started_again_also_where_nobody_hears_of_it(start: Start) ->
     assert driver.child("first") != first and driver.child("second") == second
     driver.process.send_signal(signal.SIGTERM)
     driver.process.wait()
+
+
+def wait_for_log(driver: Driver, lines: list[str]) -> None:
+    driver.wait_for_file("log")
+    while driver.log != lines:
+        assert driver.process.poll() is None
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("launcher", [(), ("nohup",)])
+def test_a_hangup_reloads_services_that_can(start: Start, launcher: tuple[str, ...]) -> None:
+    driver = start(("first", "reloads"), ("second", "obeys"), launcher=launcher)
+    driver.read_until("READY")
+    for count in (1, 2):
+        driver.process.send_signal(signal.SIGHUP)
+        wait_for_log(driver, ["first SIGHUP"] * count)
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.wait() == 0
+    assert driver.log == ["first SIGHUP"] * 2 + ["second SIGTERM", "first SIGTERM"]
+
+
+def test_the_end_of_the_terminal_stops_also_services_that_reload(start: Start) -> None:
+    master, slave = os.openpty()
+    # A session's leader gets the first terminal that it opens.
+    takes_terminal = "import os, sys; os.open(sys.argv[1], os.O_RDWR); os.execvp(sys.argv[2], sys.argv[2:])"
+    driver = start(("only", "reloads"), launcher=(sys.executable, "-c", takes_terminal, os.ttyname(slave)))
+    os.close(slave)
+    driver.read_until("READY")
+    driver.process.send_signal(signal.SIGHUP)
+    wait_for_log(driver, ["only SIGHUP"])
+    os.close(master)
+    assert driver.wait() == 0
+    assert driver.log == ["only SIGHUP", "only SIGTERM"]
 
 
 def test_under_nohup_the_end_of_the_terminal_ends_nothing(start: Start) -> None:

@@ -20,8 +20,9 @@ import pytest
 
 from benchmarks.stack import free_ports
 from foretoken import liveness
-from foretoken.config import to_flags
+from foretoken.config import build, to_environment, to_flags
 from foretoken.telemetry import Family, parse
+from gateway.access.key_file import entry_text
 from gateway.config import GatewaySettings
 from gateway.tokenizer import Tokenizer
 from gateway.worker_metrics import fetch_text, liveness_socket
@@ -97,7 +98,7 @@ class Workers:
 
 def start(settings: GatewaySettings) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-m", "foretoken", "gateway", *to_flags(settings), "--log-level", "warning"]
-    return subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, env=ENVIRONMENT | to_environment(settings), stderr=subprocess.PIPE)
 
 
 @contextlib.asynccontextmanager
@@ -216,6 +217,50 @@ async def test_sigterm_drains_all_workers_at_once(settings: GatewaySettings, tok
             assert [line async for line in stream if line][-1] == "data: [DONE]"
         assert await asyncio.to_thread(workers.process.wait) == 0
         assert not paths[0].parent.exists()
+
+
+async def test_workers_share_keys_and_what_they_use(
+    settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """One held request of a key counts in both; a hangup gives both the new file."""
+    secret, own, path = "a tenant's secret", "own-secret", tmp_path / "keys.toml"
+    path.write_text(entry_text("tenant", secret, max_concurrent_requests=1))
+    settings = build(GatewaySettings, settings.model_dump() | {"api_keys": [own], "api_key_file": path})
+    go_on = asyncio.Event()
+
+    async def play(player: Player) -> None:
+        player.tokens([65])
+        await go_on.wait()
+        player.finish(LENGTH)
+
+    async with running(settings, tokenizer) as workers, httpx.AsyncClient(base_url=workers.url, timeout=None) as held:
+        workers.verifier.script = play
+
+        async def codes(key: str) -> set[int]:
+            """Return the statuses of many connections, which reach both workers."""
+            found = set()
+            for _ in range(12):
+                async with httpx.AsyncClient(base_url=workers.url, timeout=None) as client:
+                    found.add((await client.post(URL, json=BODY, headers={"x-api-key": key})).status_code)
+            return found
+
+        async with held.stream("POST", URL, json={**BODY, "stream": True}, headers={"x-api-key": secret}) as answer:
+            lines = answer.aiter_lines()
+            assert answer.status_code == 200 and (await anext(lines)).startswith("data: ")
+            assert await codes(secret) == {429}
+            go_on.set()
+            assert [line async for line in lines if line][-1] == "data: [DONE]"
+        assert await codes(own) == {200}
+        assert await codes("wrong") == {401}
+        path.write_text(entry_text("other", "another secret"))
+        workers.process.send_signal(signal.SIGHUP)
+
+        async def both_have_the_new_file() -> bool:
+            return await codes("another secret") == {200} and await codes(secret) == {401}
+
+        await workers.until(both_have_the_new_file)
+        shown = [word for process in workers.processes().values() for word in process.cmdline()]
+        assert shown and not [word for word in shown if own in word or secret in word]
 
 
 async def test_a_second_gateway_on_either_port_is_refused(settings: GatewaySettings, tokenizer: Tokenizer) -> None:

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ import psutil
 import pytest
 
 from foretoken.commands.complete import CompletionOptions, complete
+from gateway.access.key_file import entry_text
 from tests.integration.stack import (
     ENVIRONMENT,
     LONG,
@@ -31,6 +33,7 @@ from tests.integration.stack import (
     text_of,
     wait_until,
 )
+from tests.support.certificates import Authority
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,39 @@ def test_ps_shows_each_service_by_its_words(stack: Stack) -> None:
     lines = [line for line in listing.splitlines()[1:] if int(line.split()[0]) in ours]
     for name in SERVICES:
         assert sum(f"foretoken {name}" in line for line in lines) == 1
+
+
+def test_a_server_with_keys_and_certificates_starts_and_reloads(checkpoint: Path, tmp_path: Path) -> None:
+    """The supervisor sees it ready, only the gateway gets the key, and SIGHUP reaches the gateway."""
+    own, secret, keys = "own-secret", "a tenant's secret", tmp_path / "keys.toml"
+    authority = Authority(tmp_path)
+    server = authority.issue("server")
+    keys.write_text(entry_text("tenant", secret))
+    flags = ("--api-key-file", str(keys), "--ssl-certfile", str(server.chain), "--ssl-keyfile", str(server.key))
+    environment = {**ENVIRONMENT, "FORETOKEN_API_KEY": own}
+    with running(checkpoint, tmp_path / "log", *flags, environment=environment) as stack:
+        url = f"https://127.0.0.1:{stack.port}"
+        assert f'curl -N {url}/v1/completions -H "authorization: Bearer $FORETOKEN_API_KEY"' in stack.ready_text
+        assert f"export SSL_CERT_FILE={server.chain}" in stack.ready_text
+        with httpx.Client(
+            base_url=url, verify=ssl.create_default_context(cafile=authority.certificate), timeout=None, trust_env=False
+        ) as client:
+
+            def status(key: str) -> int:
+                return client.get("/v1/models", headers={"x-api-key": key}).status_code
+
+            assert [status(own), status(secret), status("wrong")] == [200, 200, 401]
+            for name in ("verifier", "drafter"):
+                assert own not in stack.service(name).environ().values()
+            shown = [word for process in stack.children() for word in process.cmdline()]
+            assert own not in " ".join(shown) and own not in stack.ready_text
+            keys.write_text(entry_text("other", "another secret"))
+            stack.process.send_signal(signal.SIGHUP)
+            wait_until(lambda: status("another secret") == 200, stack)
+            assert [status(own), status(secret)] == [200, 401]
+        stack.process.send_signal(signal.SIGTERM)
+        assert stack.process.wait() == 0
+        assert own not in stack.log.read_text() and secret not in stack.log.read_text()
 
 
 def test_the_printed_curl_streams(stack: Stack) -> None:

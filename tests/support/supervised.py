@@ -2,7 +2,7 @@
 
     {"services": [{"name", "command", "probe", "missed_file", and as they are in Service:
                    "stop_grace_s", "required", "environment", "before_kill", "shares_faults",
-                   "max_stall_s"}],
+                   "max_stall_s", "reloads"}],
      "optional_ready_s", "slow_start_s", "heartbeat_s", "max_silence_s", "before_kill_s",
      "stops_together"}
 
@@ -92,6 +92,7 @@ def service(spec: dict[str, Any]) -> supervisor.Service:
         tuple(spec["before_kill"]),
         spec["shares_faults"],
         spec["max_stall_s"],
+        spec["reloads"],
     )
 
 

@@ -1,0 +1,99 @@
+"""Say who makes the present call: its tenant and its limits."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+
+from foretoken.errors import PermissionDeniedError
+from gateway.access.key import ApiKey
+from gateway.access.quota import Quota
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a call.
+
+    Attributes:
+        key: the caller's key; None: it has none.
+        quota: counts what the key uses; None: it has no limits.
+        may_see: whether it may see what the server runs, such as the model's name.
+    """
+
+    key: ApiKey | None = None
+    quota: Quota | None = None
+    may_see: bool = True
+
+    @property
+    def name(self) -> str:
+        """The tenant; empty without a key."""
+        return "" if self.key is None else self.key.name
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """The fields that a log line about the call has."""
+        return {"key": self.key.name} if self.key is not None else {}
+
+    def may_use(self, model: str) -> bool:
+        """Return whether the caller may use a model."""
+        return self.key is None or not self.key.models or model in self.key.models
+
+    def check_model(self, model: str) -> None:
+        """Raise PermissionDeniedError unless the caller may use a model."""
+        if not self.may_use(model):
+            # Not the model's name: this server's may be none of the client's business.
+            raise PermissionDeniedError("this key may not use this model", field="model")
+
+    def check_quota(self) -> None:
+        """Raise RateLimitError if the caller may start no request now."""
+        if self.quota is not None:
+            self.quota.check()
+
+    @contextlib.contextmanager
+    def running(self, num_prompt_tokens: int) -> Iterator[None]:
+        """Count a request while the block runs. Raises RateLimitError."""
+        if self.quota is None:
+            yield
+            return
+        with self.quota.enter(num_prompt_tokens):
+            yield
+
+    def spend(self, num_tokens: int) -> None:
+        """Count tokens that a request wrote."""
+        if self.quota is not None:
+            self.quota.spend(num_tokens)
+
+    def tenant(self, cache_salt: str | None) -> str | None:
+        """Return what separates the caller's texts from others' in every cache.
+
+        A key's tenants are its own, whatever salts other keys send. Its salts are hashed, so that
+        both parts fit the limit of a salt.
+        """
+        if self.key is None or cache_salt is None:
+            return self.name or cache_salt
+        return f"{self.key.name}\n{hashlib.sha256(cache_salt.encode()).hexdigest()}"
+
+
+# Of a server that asks for no key.
+ANYBODY = Caller()
+# Of a call without a key to a server that asks for one.
+STRANGER = Caller(may_see=False)
+_current: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
+
+
+def current() -> Caller:
+    """Return who makes the present call."""
+    return _current.get()
+
+
+def enter(caller: Caller) -> Token[Caller]:
+    """Make ``caller`` the maker of the present task's call, until ``leave``."""
+    return _current.set(caller)
+
+
+def leave(token: Token[Caller]) -> None:
+    """Undo ``enter``."""
+    _current.reset(token)

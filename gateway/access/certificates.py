@@ -1,0 +1,95 @@
+"""Hold the gateway's TLS certificates, for REST and gRPC, and read them again while it serves."""
+
+from __future__ import annotations
+
+import ssl
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import grpc
+
+from foretoken.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CertificateFiles:
+    """Files in PEM form.
+
+    Attributes:
+        certfile: the server's certificate, with those between it and the root.
+        keyfile: its private key.
+        ca_certs: roots that clients' certificates must lead to; None: clients need none.
+    """
+
+    certfile: Path
+    keyfile: Path
+    ca_certs: Path | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """Return a context for REST. Raises ConfigError that names the file."""
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            # Without a password, OpenSSL would ask for one at the terminal.
+            context.load_cert_chain(self.certfile, self.keyfile, password="")
+        except (OSError, ssl.SSLError) as error:
+            names = f"--ssl-certfile {self.certfile}, --ssl-keyfile {self.keyfile}"
+            raise ConfigError(f"{names}: cannot be used: {_words(error)}") from None
+        if self.ca_certs is not None:
+            try:
+                context.load_verify_locations(self.ca_certs)
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(f"--ssl-ca-certs {self.ca_certs}: cannot be used: {_words(error)}") from None
+            # Public calls need no certificate. One that is shown must be good.
+            context.verify_mode = ssl.CERT_OPTIONAL
+            # A resumed session would not be checked again: its certificate may have expired.
+            context.options |= ssl.OP_NO_TICKET
+            context.num_tickets = 0
+        return context
+
+    def grpc_configuration(self) -> grpc.ServerCertificateConfiguration:
+        """Return what gRPC needs of the files, which ``context`` has checked."""
+        pair = (self.keyfile.read_bytes(), self.certfile.read_bytes())
+        return grpc.ssl_server_certificate_configuration(
+            [pair], None if self.ca_certs is None else self.ca_certs.read_bytes()
+        )
+
+
+class Certificates:
+    """The certificates in use. New connections get the latest; open ones keep theirs."""
+
+    def __init__(self, files: CertificateFiles) -> None:
+        """Read the files. Raises ConfigError that names the file at fault."""
+        self._files = files
+        self._context = self.rest = files.context()
+        # uvicorn keeps the first context; this callback runs in each handshake, with or without SNI.
+        self.rest.sni_callback = self._choose
+        configuration = files.grpc_configuration()
+        # Holds what gRPC has not fetched yet. gRPC asks from threads of its own.
+        self._unfetched: deque[grpc.ServerCertificateConfiguration] = deque(maxlen=1)
+        # The stubs forget that None means no change.
+        fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", self._fetch)
+        self.grpc = grpc.dynamic_ssl_server_credentials(
+            configuration, fetch, require_client_authentication=files.ca_certs is not None
+        )
+
+    def reload(self) -> None:
+        """Read the files again. Raises ConfigError, and keeps what is in use, for a bad one."""
+        self._context = self._files.context()
+        self._unfetched.append(self._files.grpc_configuration())
+
+    def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = self._context
+
+    def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
+        """Return a new configuration; None while it is the same."""
+        try:
+            return self._unfetched.pop()
+        except IndexError:
+            return None
+
+
+def _words(error: OSError) -> str:
+    return error.strerror or str(error)

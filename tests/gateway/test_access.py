@@ -1,0 +1,203 @@
+"""Every route and RPC: who may call it, and that a refusal says nothing about the server."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+from google.protobuf.descriptor import FileDescriptor
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+from starlette.routing import Route as StarletteRoute
+
+from foretoken.config import build
+from gateway.access.key_file import entry_text
+from gateway.access.routes import ROUTES, RPCS, Route, Rpc, Who, table
+from gateway.app import create_app
+from gateway.config import GatewaySettings
+from protos import drafter_pb2, gateway_pb2, verifier_pb2
+from tests.gateway.conftest import MODEL, Stack
+
+pytestmark = pytest.mark.anyio
+ROOT = Path(__file__).parents[2]
+TENANT, ELSEWHERE, OPERATOR = "a tenant's secret", "a key for another model", "an operator's key"
+WEB_PAGE = "https://chat.example.com"
+# Not even the length of a name.
+SECRETS_OF_THE_SERVER = (MODEL, "v.sock", "ngram", "acme", "globex", TENANT, ELSEWHERE, OPERATOR)
+
+
+@pytest.fixture
+def settings(settings: GatewaySettings, tmp_path: Path) -> GatewaySettings:
+    (tmp_path / "keys.toml").write_text(entry_text("acme", TENANT) + entry_text("globex", ELSEWHERE, models=["x"]))
+    (tmp_path / "operator").write_text(OPERATOR)
+    more = {
+        "api_key_file": tmp_path / "keys.toml",
+        "admin_api_key_file": tmp_path / "operator",
+        "allowed_origins": [WEB_PAGE],
+    }
+    return build(GatewaySettings, settings.model_dump() | more)
+
+
+def routes_of(router: Any, prefix: str = "") -> set[tuple[str, str]]:
+    """Return method and path of every route, but for HEAD, which Starlette adds to its own GETs."""
+    found = set()
+    for route in router.routes:
+        if hasattr(route, "original_router"):
+            # Newer versions of FastAPI keep an included router as it is.
+            found |= routes_of(route.original_router, prefix + route.include_context.prefix)
+            continue
+        assert isinstance(route, APIRoute | StarletteRoute), f"{route} needs a rule for who may use it"
+        found |= {(method, prefix + route.path) for method in (route.methods or set()) - {"HEAD"}}
+    return found
+
+
+async def test_the_table_has_every_route_and_no_other(stack: Stack) -> None:
+    app = create_app(stack.gateway.core)
+    listed = [(route.method, route.path) for route in ROUTES]
+    assert len(listed) == len(set(listed))
+    assert routes_of(app) == set(listed)
+
+
+def test_the_table_has_every_rpc_and_no_other() -> None:
+    def methods(*files: FileDescriptor) -> set[tuple[str, str]]:
+        services = [service for file in files for service in file.services_by_name.values()]
+        return {(service.full_name, method.name) for service in services for method in service.methods}
+
+    inside = {rpc.service for rpc in RPCS if rpc.who is Who.SERVICE}
+    served = methods(gateway_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)
+    assert {(rpc.service, rpc.method) for rpc in RPCS if rpc.who is not Who.SERVICE} == served
+    assert inside == {service for service, _ in methods(verifier_pb2.DESCRIPTOR, drafter_pb2.DESCRIPTOR)}
+
+
+def test_the_docs_show_the_table() -> None:
+    text = (ROOT / "docs/access.md").read_text(encoding="utf-8")
+    names = tuple(who.value for who in Who)
+    rows = [
+        line for line in text.splitlines() if line.startswith("| `") and line.endswith(tuple(f"{n} |" for n in names))
+    ]
+    assert rows == table(), "print it with: python -m gateway.access.routes"
+
+
+CALLS = {
+    "no key": {},
+    "a wrong key": {"authorization": "Bearer wrong"},
+    "a wrong x-api-key": {"x-api-key": "wrong"},
+    "a key for another server's model": {"x-api-key": ELSEWHERE},
+    "a tenant's key": {"authorization": f"Bearer {TENANT}"},
+    "the operator's key": {"authorization": f"Bearer {OPERATOR}"},
+    "a foreign page": {"authorization": f"Bearer {TENANT}", "origin": "https://evil.example"},
+    "a page with no key": {"origin": WEB_PAGE},
+    "a foreign host": {"authorization": f"Bearer {TENANT}", "host": "evil.example"},
+}
+
+
+def expected(who: Who, call: str) -> int | None:
+    """Return the status of a refusal; None if the call is let through."""
+    if call in ("a foreign page", "a foreign host"):
+        return 403 if call == "a foreign page" else 421
+    if who is Who.PUBLIC:
+        return None
+    match call:
+        case "no key" | "a page with no key":
+            return 401
+        case "a wrong key" | "a wrong x-api-key":
+            return 403 if who is Who.OPERATOR else 401
+        case "a key for another server's model":
+            return 403
+        case "a tenant's key":
+            return 403 if who in (Who.OPERATOR, Who.OBSERVER) else None
+        case "the operator's key":
+            return 403 if who is Who.CALLER else None
+    raise AssertionError(call)
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_a_refused_call_learns_nothing(stack: Stack, call: str) -> None:
+    # Paths that are nobody's too: an unlisted one needs a key.
+    unlisted = [
+        Route("GET", "/nothing", Who.CALLER),
+        Route("POST", "/health", Who.CALLER),
+        Route("PUT", "/v1/corpora", Who.CALLER),
+    ]
+    for route in (*ROUTES, *unlisted):
+        path = re.sub(r"\{.*?\}", MODEL, route.path)
+        answer = await stack.http.request(route.method, path, headers=CALLS[call], content=b"{")
+        status = expected(route.who, call)
+        if status is None:
+            assert answer.status_code not in (401, 403, 421), (route, call, answer.text)
+            if route.who is not Who.PUBLIC or call in ("a tenant's key", "the operator's key"):
+                continue
+        else:
+            assert answer.status_code == status, (route, call, answer.text)
+            # Anthropic's APIs have errors of their own shape.
+            more = set() if route.path.startswith("/v1/messages") else {"param", "code"}
+            assert set(answer.json()["error"]) == {"message", "type"} | more
+            assert ("www-authenticate" in answer.headers) is (status == 401)
+        shown = answer.text + str(answer.headers)
+        assert not [word for word in SECRETS_OF_THE_SERVER if word in shown], (route, call, shown)
+        assert "retry-after" in answer.headers.get("access-control-expose-headers", "retry-after")
+        assert ("access-control-allow-origin" in answer.headers) is (call == "a page with no key")
+    assert not stack.verifier.submitted
+
+
+async def test_a_page_asks_first_without_a_key(stack: Stack) -> None:
+    """A browser's preflight has no key; the key's headers are what it asks for."""
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-api-key"}
+    answer = await stack.http.options("/v1/completions", headers={"origin": WEB_PAGE} | asked)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == WEB_PAGE
+    assert "authorization" in answer.headers["access-control-allow-headers"]
+    # Not a preflight: any other call needs a key.
+    assert (await stack.http.options("/v1/completions")).status_code == 401
+
+
+async def test_readiness_has_details_for_whoever_has_a_key(stack: Stack) -> None:
+    async def shown(headers: dict[str, str]) -> set[str]:
+        return set((await stack.http.get("/ready", headers=headers)).json())
+
+    assert await shown({}) == await shown({"x-api-key": ELSEWHERE}) == {"status"}
+    assert await shown({"x-api-key": TENANT}) == {"status", "model", "verifiers"}
+
+
+@pytest.mark.parametrize("rpc", [rpc for rpc in RPCS if rpc.who is not Who.SERVICE], ids=lambda rpc: rpc.path)
+async def test_an_rpc_is_refused_before_its_message_is_read(stack: Stack, rpc: Rpc) -> None:
+    refusals = {
+        (): grpc.StatusCode.UNAUTHENTICATED,
+        (("authorization", "Bearer wrong"),): grpc.StatusCode.UNAUTHENTICATED,
+        (("x-api-key", ELSEWHERE),): grpc.StatusCode.PERMISSION_DENIED,
+        (("x-api-key", OPERATOR),): grpc.StatusCode.PERMISSION_DENIED,
+    }
+    async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+        for metadata, code in refusals.items():
+            call = channel.stream_stream(rpc.path)(metadata=metadata)
+            if rpc.who is Who.PUBLIC:
+                # The call waits for its message.
+                call.cancel()
+                continue
+            assert await call.code() is code
+            assert not [word for word in SECRETS_OF_THE_SERVER if word in (await call.details() or "")]
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
+        unknown = channel.stream_stream("/foretoken.gateway.v1.GatewayService/Other")
+        assert await unknown().code() is grpc.StatusCode.UNAUTHENTICATED
+        assert await unknown(metadata=(("x-api-key", TENANT),)).code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_without_keys_everybody_may_call(model_folder: Path, stack: Stack) -> None:
+    """Settings with an operator's key alone leave clients as they were."""
+    core = stack.gateway.core
+    open_settings = core.settings.model_copy(update={"api_key_file": None})
+    policy = type(core.policy)(None, models=(MODEL,), operator_key=OPERATOR)
+    app = create_app(type(core)(open_settings, core.tokenizer, core.verifiers, None, OPERATOR, policy))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        for path in ("/v1/models", "/metrics", "/ready", "/version"):
+            answer = await client.get(path)
+            assert answer.status_code == 200 and MODEL in answer.text
+        assert (await client.get("/v1/corpora")).status_code == 401
+        assert (await client.get("/v1/drafters", headers={"x-api-key": "no"})).status_code == 403
