@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 
 from foretoken.telemetry import Family, MetricRegistry, render, with_vllm_names
+from gateway.access.key_metrics import KeyMetrics
 from gateway.generation import Generation, Output
 from gateway.messages import VerifierInfo
 from gateway.verifier_metrics import VerifierMetrics
@@ -51,12 +52,7 @@ class GatewayMetrics:
         self._generation_tokens = registry.counter(
             "generation_tokens", "Output tokens, trimmed at stop strings.", vllm=True
         )
-        self._key_requests = registry.counter("key_requests", "Requests of a client's key that ran, by outcome.")
-        self._key_rejections = registry.counter(
-            "key_rejections", "Requests of a client's key that were refused before they ran, by reason."
-        )
-        self._key_prompt_tokens = registry.counter("key_prompt_tokens", "Prompt tokens of a client's key.")
-        self._key_generation_tokens = registry.counter("key_generation_tokens", "Output tokens of a client's key.")
+        self._keys = KeyMetrics(registry)
         self._declare_histograms()
         registry.observed_gauge("gateway_num_requests", "Requests in the gateway now.", lambda: [(num_requests(), {})])
         registry.observed_gauge(
@@ -70,8 +66,7 @@ class GatewayMetrics:
         ``key``: name of the client's key; empty for none.
         """
         self._rejections.add(1, {"reason": reason})
-        if key:
-            self._key_rejections.add(1, {"key": key, "reason": reason})
+        self._keys.request_rejected(key, reason)
 
     def tokens_arrived(self, seconds: float, num_tokens: int) -> None:
         """Record new tokens of one output, ``seconds`` after its last ones."""
@@ -82,10 +77,7 @@ class GatewayMetrics:
 
         ``key``: name of the client's key; empty for none.
         """
-        if key:
-            self._key_requests.add(1, {"key": key, "outcome": failure or "ok"})
-            self._key_prompt_tokens.add(generation.prompt_tokens, {"key": key})
-            self._key_generation_tokens.add(generation.completion_tokens, {"key": key})
+        self._keys.request_ended(key, failure or "ok", generation.prompt_tokens, generation.completion_tokens)
         self._latency.record(seconds)
         self._resumes.add(generation.num_resumes)
         self._prompt_tokens.add(generation.prompt_tokens)
