@@ -82,8 +82,8 @@ class GatewayCore:
         )
         self.created = int(time.time())
         self.running = RunningRequests()
-        # Aborts requests by name, in all gateway processes.
-        self.abort: Callable[[str | None], Awaitable[int]] = self._abort_here
+        # Aborts a tenant's requests by name, in all gateway processes.
+        self.abort: Callable[[str | None, str], Awaitable[int]] = self._abort_here
         self.chat_forms = ChatForms(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         self._text_threads = ThreadPoolExecutor(MAX_TEXT_THREADS, "text")
         self._tracer = tracer
@@ -237,7 +237,7 @@ class GatewayCore:
             generation = Generation(request, self.verifiers, self.tokenizer, max_model_len, self.metrics.tokens_arrived)
             failure: str | None = "cancelled"
             try:
-                with self.running.holding(generation, client_id):
+                with self.running.holding(generation, client_id, caller.name):
                     generation.start()
                     yield generation
                 failure = None if all(output.ended for output in generation.outputs) else "cancelled"
@@ -258,8 +258,8 @@ class GatewayCore:
                 if span is not None:
                     end_span(span, generation, failure)
 
-    async def _abort_here(self, name: str | None) -> int:
-        return self.running.abort(name)
+    async def _abort_here(self, name: str | None, tenant: str) -> int:
+        return self.running.abort(name, tenant)
 
     def reject(self, error: ForetokenError, *, api: str, client_id: str, trace: TraceContext | None) -> None:
         """Count, log and trace a request that was refused before it ran, unless already done."""

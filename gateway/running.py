@@ -12,23 +12,24 @@ class RunningRequests:
     """Finds generations by their id, or by the client's name for them."""
 
     def __init__(self) -> None:
-        # By the id of each request: its generation and the client's name, which may not be unique.
-        self._running: dict[str, tuple[Generation, str]] = {}
+        # By the id of each request: its generation, the client's name, which may not be unique, and
+        # the tenant.
+        self._running: dict[str, tuple[Generation, str, str]] = {}
 
     @contextlib.contextmanager
-    def holding(self, generation: Generation, client_id: str) -> Iterator[None]:
+    def holding(self, generation: Generation, client_id: str, tenant: str) -> Iterator[None]:
         """Know a generation within the block."""
-        self._running[generation.request.id] = generation, client_id
+        self._running[generation.request.id] = generation, client_id, tenant
         try:
             yield
         finally:
             del self._running[generation.request.id]
 
-    def abort(self, name: str | None) -> int:
-        """Abort the requests with this id or client's name, or all for None; return how many."""
+    def abort(self, name: str | None, tenant: str) -> int:
+        """Abort a tenant's requests with this id or client's name, or all for None; return how many."""
         found = [
             generation
-            for request_id, (generation, client_id) in self._running.items()
-            if name is None or name in (request_id, client_id)
+            for request_id, (generation, client_id, owner) in self._running.items()
+            if owner == tenant and (name is None or name in (request_id, client_id))
         ]
         return sum(generation.abort() for generation in found)

@@ -26,12 +26,12 @@ def aborts_socket(folder: Path, number: int) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def serve_aborts(path: Path, abort: Callable[[str | None], int]) -> AsyncIterator[None]:
-    """Answer each line, a name or null, with the number of requests that ``abort`` ended."""
+async def serve_aborts(path: Path, abort: Callable[[str | None, str], int]) -> AsyncIterator[None]:
+    """Answer each line, a name or null and a tenant, with the number of requests that ``abort`` ended."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            writer.write(b"%d\n" % abort(orjson.loads(await reader.readline())))
+            writer.write(b"%d\n" % abort(*orjson.loads(await reader.readline())))
             await writer.drain()
         except ConnectionError:
             logger.debug("a worker disconnected from %s", path)
@@ -45,21 +45,21 @@ async def serve_aborts(path: Path, abort: Callable[[str | None], int]) -> AsyncI
     path.unlink(missing_ok=True)
 
 
-async def abort_in_all_workers(folder: Path, num_workers: int, name: str | None) -> int:
-    """Abort in all workers; return the number of requests.
+async def abort_in_all_workers(folder: Path, num_workers: int, name: str | None, tenant: str) -> int:
+    """Abort a tenant's requests in all workers; return their number.
 
     A worker that is not there has no requests. Raises UnavailableError if one does not answer.
     """
-    counts = [_abort_in(aborts_socket(folder, number), name) for number in range(num_workers)]
+    counts = [_abort_in(aborts_socket(folder, number), name, tenant) for number in range(num_workers)]
     return sum(await asyncio.gather(*counts))
 
 
-async def _abort_in(path: Path, name: str | None) -> int:
+async def _abort_in(path: Path, name: str | None, tenant: str) -> int:
     try:
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(path)
             try:
-                writer.write(orjson.dumps(name) + b"\n")
+                writer.write(orjson.dumps([name, tenant]) + b"\n")
                 line = await reader.readline()
             finally:
                 writer.close()

@@ -15,6 +15,7 @@ NO_KEY = "this server needs a key: Authorization: Bearer KEY, or x-api-key: KEY"
 WRONG_KEY = "the key is not one of this server's"
 NO_CERTIFICATE = "this server needs a client certificate"
 NO_OPERATOR_KEY = "this endpoint needs the operator's key: Authorization: Bearer KEY"
+NO_OPERATOR = "this endpoint is the operator's, and this server was started without --admin-api-key-file"
 NOT_THE_OPERATOR = "this key is not the operator's"
 _BEARER = b"bearer "
 
@@ -69,6 +70,8 @@ class Policy:
             return self._operator(shown)
         if self._keyring is None:
             return ANYBODY
+        if who is Who.OPERATOR:
+            raise PermissionDeniedError(NO_OPERATOR)
         caller = self._client(self._keyring, shown)
         if caller is None:
             if self._is_operator(shown):

@@ -8,6 +8,7 @@ from fastapi.responses import PlainTextResponse, Response
 from foretoken import limits
 from foretoken.errors import InvalidRequestError, PreconditionError
 from gateway import http
+from gateway.access import caller as callers
 from gateway.core import GatewayCore
 from gateway.fields import Fields, validate
 from gateway.operator import call_all
@@ -51,7 +52,7 @@ def control_router(core: GatewayCore) -> APIRouter:
 
     @router.post("/abort_request", openapi_extra=http.body_schema(AbortFields))
     async def abort_request(request: Request) -> Response:
-        """Abort the requests named ``rid``, or all; their answers end with what they have.
+        """Abort the caller's requests named ``rid``, or all of them; their answers end with what they have.
 
         ``rid`` is the client's name (``rid`` of /generate, x-request-id or gRPC's request_id) or the
         answer's id. An unknown name is no error: its request may just have ended.
@@ -60,7 +61,7 @@ def control_router(core: GatewayCore) -> APIRouter:
         if not fields.rid and not fields.abort_all:
             raise InvalidRequestError("give rid, or abort_all: true", field="rid")
         limits.check_text("rid", fields.rid, limits.MAX_REQUEST_ID_CHARS)
-        count = await core.abort(None if fields.abort_all else fields.rid)
+        count = await core.abort(None if fields.abort_all else fields.rid, callers.current().name)
         return http.json_response({"num_aborted": count})
 
     return router

@@ -161,17 +161,17 @@ async def test_an_abort_needs_a_name(stack: Stack, body: dict[str, object]) -> N
 
 
 async def test_a_worker_that_is_not_there_has_no_requests_but_a_silent_one_may(tmp_path: Any) -> None:
-    assert await abort_in_all_workers(tmp_path, 3, "a") == 0
-    asked: list[str | None] = []
+    assert await abort_in_all_workers(tmp_path, 3, "a", "acme") == 0
+    asked: list[tuple[str | None, str]] = []
 
-    def abort(name: str | None) -> int:
-        asked.append(name)
+    def abort(name: str | None, tenant: str) -> int:
+        asked.append((name, tenant))
         return 2
 
     async with serve_aborts(aborts_socket(tmp_path, 0), abort), serve_aborts(aborts_socket(tmp_path, 2), abort):
-        assert await abort_in_all_workers(tmp_path, 3, 'a "name"\n') == 4
-        assert await abort_in_all_workers(tmp_path, 3, None) == 4
-    assert asked == ['a "name"\n', 'a "name"\n', None, None]
+        assert await abort_in_all_workers(tmp_path, 3, 'a "name"\n', "acme") == 4
+        assert await abort_in_all_workers(tmp_path, 3, None, "") == 4
+    assert asked == [('a "name"\n', "acme"), ('a "name"\n', "acme"), (None, ""), (None, "")]
     with (
         socket.socket(socket.AF_UNIX) as silent,
         pytest.MonkeyPatch.context() as patch,
@@ -180,7 +180,7 @@ async def test_a_worker_that_is_not_there_has_no_requests_but_a_silent_one_may(t
         silent.bind(str(aborts_socket(tmp_path, 1)))
         silent.listen()
         patch.setattr("gateway.worker_aborts.ABORT_TIMEOUT_S", 0.05)
-        await abort_in_all_workers(tmp_path, 3, "a")
+        await abort_in_all_workers(tmp_path, 3, "a", "acme")
 
 
 # Health.
