@@ -20,7 +20,7 @@ from tests.support.certificates import Authority
 
 pytestmark = pytest.mark.slow
 KEY = "the-operators-key-of-this-test"
-PROMPT = {"model": "tiny", "prompt": "for i in range(10):\n", "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+SAMPLING = {"max_new_tokens": 120, "temperature": 1.0, "sampling_seed": 7, "ignore_eos": True}
 
 
 @contextmanager
@@ -60,6 +60,20 @@ def until(client: httpx.Client, path: str, is_so: Any, log: Path) -> Any:
         time.sleep(0.05)
 
 
+def ask(client: httpx.Client, **more: Any) -> dict[str, Any]:
+    answer = client.post("/generate", json={"text": "for i in", "sampling_params": SAMPLING, **more})
+    assert answer.status_code == 200, answer.text
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+def is_drafted(client: httpx.Client, plain: list[int]) -> bool:
+    """Return whether tokens come from the drafter; how much is drafted depends on this machine's costs now."""
+    answer = ask(client, prediction=plain)
+    assert answer["output_ids"] == plain
+    return bool(answer["meta_info"]["spec_accept_token_num"] > 0)
+
+
 @pytest.mark.parametrize("kind", ["token", "certificates"])
 def test_a_guarded_deployment_serves_and_its_operator_may_attach(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     drafter, verifier, port, grpc_port, other_port, other_grpc_port = free_ports(6)
@@ -85,16 +99,17 @@ def test_a_guarded_deployment_serves_and_its_operator_may_attach(kind: str, chec
             httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=120, headers=headers)
         )
         until(client, "/ready", lambda answer: answer["status"] == "ready", log)
-        first = client.post("/v1/completions", json=PROMPT).json()
-        assert first["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+        plain = ask(client, speculative={"enabled": False})["output_ids"]
+        while not is_drafted(client, plain):
+            pass
         corpus = client.post("/v1/corpora", json={"name": "mine", "text": "for i in range(10):\n"})
         assert corpus.status_code == 200, corpus.text
         assert client.delete("/v1/drafters/ngram").status_code == 200
         attached = client.post("/v1/drafters", json={"name": "ngram", "address": f"127.0.0.1:{drafter}"})
         assert attached.status_code == 200, attached.text
         until(client, "/v1/drafters", lambda answer: "'state': 'attached'" in str(answer), log)
-        again = client.post("/v1/completions", json=PROMPT).json()
-        assert again["choices"][0]["text"] == first["choices"][0]["text"]
+        while not is_drafted(client, plain):
+            pass
         stranger = stack.enter_context(
             httpx.Client(base_url=f"http://127.0.0.1:{other_port}", trust_env=False, timeout=120)
         )
