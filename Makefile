@@ -1,6 +1,6 @@
 # Every target sets up what it needs: a virtual environment in .venv, at the versions of constraints.txt.
 # Variables: PORT, GRPC_PORT, MODEL, SECONDS, SEED, ARGS (more flags for serve, test-all, a bench or chaos; all of test's),
-# WORKERS, PYTHON, VENV, TORCH_INDEX.
+# WORKERS, PYTHON, VENV, TORCH_INDEX, LOCKED.
 
 PORT ?= 8000
 GRPC_PORT ?= 50051
@@ -14,6 +14,8 @@ SECONDS ?= 60
 SEED ?= 1
 # Processes that run tests at the same time. One GPU is not shared: some of its tests look at its memory.
 WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,2)
+# Not empty: install only files whose hashes are in docker/locks/dev.txt, besides PyTorch.
+LOCKED ?=
 # The interpreter to build the environment with. Empty: the first suitable one of the usual names.
 PYTHON ?=
 
@@ -25,6 +27,8 @@ DEV := $(VENV)/.dev
 # stubs of this version, and its own requirements would hold protobuf back in $(VENV).
 GRPCIO_TOOLS := 1.76.0
 GENERATOR := $(VENV)/.grpcio-tools-$(GRPCIO_TOOLS)
+# What writes the locks.
+UV := $(VENV)/.uv-0.13.9
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 # A file's tests stay together, since they share what it starts.
 SPREAD := --numprocesses $(WORKERS) --dist loadfile
@@ -32,7 +36,7 @@ PROTOC := python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_pyth
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-all test-compose test-lowest bench bench-drafters bench-load bench-gpu-check bench-serving-check chaos lint format docs proto setup clean
+.PHONY: help serve test test-all test-compose test-lowest bench bench-drafters bench-load bench-gpu-check bench-serving-check chaos lint format docs proto locks setup clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -93,6 +97,9 @@ proto: $(GENERATOR) ## Generate the stubs of protos/*.proto.
 	@PYTHONPATH=$(GENERATOR) $(BIN)/$(PROTOC) protos/*.proto
 	@rm protos/common_pb2_grpc.py  # It has no service.
 
+locks: $(BIN)/python $(UV) ## Write docker/locks/ from pyproject.toml and constraints.txt.
+	@$(BIN)/python docker/lock.py $(UV)/bin/uv
+
 test-lowest: $(DEV) ## Try the wheel with the lowest versions that pyproject.toml admits.
 	@tests/installed/lowest.sh $(BIN)/python
 
@@ -129,7 +136,7 @@ $(BIN)/python:
 # A driver means that the default index's CUDA build is wanted. Without one, PyTorch's own index has the CPU build;
 # pip's configuration may have it too (a mirror, a folder of wheels), which serves where that index is out of reach.
 # For one that was asked for, no other build will do.
-$(CORE): pyproject.toml constraints.txt | $(BIN)/python
+$(CORE): pyproject.toml constraints.txt $(if $(LOCKED),docker/locks/dev.txt) | $(BIN)/python
 	@index=""; \
 	if [ -n "$(filter-out file,$(origin TORCH_INDEX))" ]; then \
 	  index="$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))"; \
@@ -144,15 +151,19 @@ $(CORE): pyproject.toml constraints.txt | $(BIN)/python
 	echo "Installing PyTorch"; \
 	$(PIP_INSTALL) --no-deps $$index torch
 	@echo "Installing foretoken and what it needs"
-	@$(PIP_INSTALL) hatchling editables
-	@$(PIP_INSTALL) --no-build-isolation --editable .
+	@$(if $(LOCKED),$(PIP_INSTALL) --require-hashes --no-deps --requirement docker/locks/dev.txt,$(PIP_INSTALL) hatchling editables)
+	@$(PIP_INSTALL) --no-build-isolation $(if $(LOCKED),--no-deps) --editable .
 	@touch $@
 
 $(DEV): $(CORE)
 	@echo "Installing the tools for tests and checks"
-	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	@$(PIP_INSTALL) --no-build-isolation $(if $(LOCKED),--no-deps) --editable '.[dev]'
 	@touch $@
 
 $(GENERATOR): | $(BIN)/python
 	@echo "Installing the generator of the stubs"
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $@ grpcio-tools==$(GRPCIO_TOOLS)
+
+$(UV): | $(BIN)/python
+	@echo "Installing uv"
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $@ $(patsubst .uv-%,uv==%,$(notdir $@))

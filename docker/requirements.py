@@ -1,7 +1,6 @@
 """Print foretoken's requirements, one per line, without the packages named as arguments.
 
-Images install these before they copy the source, so that a change of the source reinstalls nothing.
-The script needs only Python's standard library.
+Of these `docker/lock.py` makes the locks that images install.
 """
 
 from __future__ import annotations

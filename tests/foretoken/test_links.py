@@ -183,6 +183,19 @@ async def test_other_forms_of_the_metadata_are_refused(shown: str) -> None:
     assert caught.value.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
+async def test_the_token_costs_a_stream_nothing_per_message() -> None:
+    """gRPC's own interceptors would put a queue and a task between a stream and its messages."""
+    async with answering("127.0.0.1:0", WITH_TOKEN) as address:
+        found = []
+        for credentials in (NO_CREDENTIALS, WITH_TOKEN):
+            async with rpc.async_channel(address, credentials) as channel:
+                stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
+                call = stub.Session(timeout=20)
+                found.append(type(call))
+                call.cancel()
+    assert found[0] is found[1]
+
+
 async def test_a_call_that_no_table_names_needs_the_token() -> None:
     async with answering("127.0.0.1:0", WITH_TOKEN) as address:
         for credentials, expected in (

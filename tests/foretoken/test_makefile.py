@@ -239,3 +239,20 @@ def test_help_names_every_target(checkout: Checkout) -> None:
     ):
         assert f"make {target}" in text
     assert checkout.calls() == []
+
+
+def test_locked_installs_only_what_has_a_known_hash(checkout: Checkout) -> None:
+    (checkout.folder / "docker" / "locks").mkdir(parents=True)
+    (checkout.folder / "docker" / "locks" / "dev.txt").touch()
+    assert checkout.make("test", "LOCKED=1", "ARGS=x").returncode == 0
+    installs = [call for call in checkout.calls() if "pip install" in call]
+    assert sum("--require-hashes --no-deps --requirement docker/locks/dev.txt" in call for call in installs) == 1
+    # PyTorch and foretoken itself have no hash there.
+    assert all("--no-deps" in call for call in installs)
+
+
+def test_locks_are_written_by_uv(checkout: Checkout) -> None:
+    assert checkout.make("locks").returncode == 0
+    *_, install, write = checkout.calls()
+    assert re.search(r"pip install .*--target .venv/.uv-[\d.]+ uv==[\d.]+$", install)
+    assert re.fullmatch(r"python docker/lock.py .venv/.uv-[\d.]+/bin/uv", write)
