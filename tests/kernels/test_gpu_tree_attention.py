@@ -20,7 +20,7 @@ from foretoken_kernels.gpu.tree_attention import attention_workspace, tree_atten
 from tests.kernels.attention_cases import Heads, Rows, assert_defined, case, prefill, ragged, rooted, tree
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("heads", "block_size"),
     [
