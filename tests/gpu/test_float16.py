@@ -20,6 +20,7 @@ from foretoken.models.config import load_config
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.flashinfer_attention import obstacle
 from foretoken.sampling import SamplingParams, SpeculationOptions
+from tests.foretoken.test_models import random_model, some_tokens
 from tests.references.head_files import VOCAB, random_target
 from tests.support import on_device
 from tests.support.deployments import Target, Targets
@@ -67,16 +68,23 @@ def of_transformers(folder: Path, tokens: np.ndarray, device: str, dtype: torch.
     return found
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_logits_of_a_random_model(kind: str, strict: bool, tmp_path: Path, device: str) -> None:
-    """A prompt in two chunks, then a decode row. Float32 sums bring ours nearer to the exact logits."""
-    random_target(tmp_path, kind)
-    tokens = np.random.default_rng(0).integers(0, VOCAB, 40)
-    found = logits(tmp_path, tokens, [25, 39, 40], device, "strict" if strict else "fast")
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("llama", "fast"),
+        pytest.param("llama", "strict", marks=pytest.mark.slow),
+        pytest.param("qwen2 tied", "fast", marks=pytest.mark.slow),
+        pytest.param("qwen3 tied", "fast", marks=pytest.mark.slow),
+    ],
+)
+def test_logits_of_a_random_model(name: str, way: str, tmp_path: Path, device: str) -> None:
+    """A prompt in two chunks, then a decode row; ours are about as near to the exact logits."""
+    random_model(name).save_pretrained(tmp_path)
+    tokens = some_tokens(40)
+    found = logits(tmp_path, tokens, [25, 39, 40], device, way)
     expected, exact = (of_transformers(tmp_path, tokens, device, each) for each in (torch.float16, torch.float32))
     assert 0 < relative_error(found, expected) < FLOAT16_BAR
-    assert relative_error(found, exact) < relative_error(expected, exact) * 1.5
+    assert relative_error(found, exact) < 1.2 * relative_error(expected, exact)
 
 
 @pytest.mark.gpu
@@ -123,8 +131,9 @@ def test_hidden_states_too_large_for_float16_end_the_request_with_an_error(tmp_p
 
 @pytest.mark.parametrize(
     ("kind", "num_steps"),
-    [("EAGLE3", 3), pytest.param("EAGLE", 2, marks=pytest.mark.slow), ("STANDALONE", 0), ("MTP", 3)],
+    [("EAGLE3", 3), ("EAGLE", 2), ("STANDALONE", 0), ("MTP", 3)],
 )
+@pytest.mark.slow
 @pytest.mark.usefixtures("strict_products")
 def test_a_short_text_of_overlapped_steps(targets: Targets, kind: str, num_steps: int, device: str) -> None:
     """Hidden states and embeddings of target and drafter are float16 in the same memory."""
