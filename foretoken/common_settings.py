@@ -106,7 +106,9 @@ class ComputeSettings(Settings):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Device of models; auto: an NVIDIA GPU if there is one."
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="Type of the weights; auto: float32 on a CPU, bfloat16 on a GPU."
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="Type of weights and KV cache; auto: float32 on a CPU; on a GPU bfloat16, or float16 if the "
+        "checkpoint is.",
     )
     disable_cuda_graph: bool = Field(default=False, description="On a GPU, launch each kernel separately.")

@@ -10,13 +10,14 @@ from foretoken.errors import ConfigError
 from foretoken.models.backend import Backend
 from foretoken.models.config import load_config
 from foretoken.models.decoder_weights import Progress
+from foretoken.models.element_type import element_type
 from foretoken.models.tokenizer_size import num_token_ids
 from foretoken.resident import StreamOrder
 from foretoken.transports.shared_weights import SharedWeights
 from verifier_svc.config import VerifierSettings
 from verifier_svc.model.attention_choice import compiled, flashinfer_passes
 from verifier_svc.model.memory_plan import MemoryPlan
-from verifier_svc.model.runner import ModelRunner, element_type
+from verifier_svc.model.runner import ModelRunner
 from verifier_svc.model.target import LoadedTarget, pass_sizes
 from verifier_svc.overlap import RunAhead
 from verifier_svc.sampling.walker import HostWalker, Walker
@@ -72,7 +73,7 @@ def load_target(
     from verifier_svc.sampling.device_walker import DeviceWalker
 
     sizes = pass_sizes(settings)
-    config, element = load_config(settings.model), element_type(settings.dtype, backend)
+    config, element = load_config(settings.model), element_type(settings.dtype, backend, settings.model)
     wanted = flashinfer_passes(settings, config, element, backend, announce=True)
     flashinfer = compiled(wanted, config, element, backend, progress)
     on_device = DeviceRunner(

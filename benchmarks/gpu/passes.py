@@ -30,11 +30,12 @@ from benchmarks.gpu.floor import StepBytes, measure_device, step_bytes
 from drafter_svc.model.head import HeadDrafter
 from drafter_svc.model.placement import ModelPlacement
 from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftRequest, TargetInfo
-from foretoken.models.backend import Backend, choose_backend, default_dtype
+from foretoken.models.backend import Backend, choose_backend
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import load_config
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_sizes import PassSizes
+from foretoken.models.element_type import element_type
 
 # Modules that need triton are imported where they are used: --help answers without it.
 if TYPE_CHECKING:
@@ -255,7 +256,7 @@ def measure_draft(
     """Print the times of the drafts, and return the share of a level of BAR_SHAPE."""
     (num_layers, hidden_size), sizes, bar_share = size, floor.sizes, 0.0
     began = time.perf_counter()
-    drafter = HeadDrafter("EAGLE3", head, placement=ModelPlacement(backend, default_dtype(backend)))
+    drafter = HeadDrafter("EAGLE3", head, placement=ModelPlacement(backend, element_type("auto", backend, model)))
     drafter.attach(_info(model, num_layers, hidden_size), None)
     print(f"head attached in {time.perf_counter() - began:.1f} s", flush=True)
     generation = 0

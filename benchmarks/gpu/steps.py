@@ -8,6 +8,9 @@ For every row of benchmarks.gpu.bars it starts ``foretoken serve`` with
 stream or the gateway. The text has no meaning. A step's time is the time between two arrivals of
 one sequence's tokens. One run writes a JSON file with all step times, and a picture. After each row
 it saves the rows so far (.unfinished).
+
+``--dtype bfloat16 float16`` makes a run of each type, and fails if a row of the second takes over
+2% longer than the first's.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ from benchmarks.stack import StackError, describe, running_stack, service
 FORMAT = 1
 READY_TIMEOUT_S = 600.0
 MOST_ROUNDS = 100
+# A step's time over that of the first element type.
+MOST_OVER_FIRST = 1.02
 
 # Decodes prompts, and returns the arrivals of each.
 Decode = Callable[[Sequence[Sequence[int]]], list[Arrivals]]
@@ -217,8 +222,11 @@ def _through_gateway(server: Server, prompts: Sequence[Sequence[int]], workload:
     return found
 
 
-def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the JSON's content after each row. Raises StackError if there is nothing to measure."""
+def run(options: argparse.Namespace, dtype: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON's content of one element type after each row.
+
+    Raises StackError if there is nothing to measure.
+    """
     keys = [
         key
         for key in required_rows()
@@ -241,7 +249,7 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "drafter_head": json.loads((options.drafter_head / "config.json").read_text()),
         "rows": rows,
     }
-    extra = ["--numerics", options.numerics, *shlex.split(options.serve_flags)]
+    extra = ["--numerics", options.numerics, "--dtype", dtype, *shlex.split(options.serve_flags)]
     device = result["device"]
     common = {"invocation": result["invocation"], "commit": result["commit"], "gpu": device["gpu"]}
     model, head = options.model.resolve(), options.drafter_head.resolve()
@@ -264,6 +272,29 @@ def to_markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def compare(results: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
+    """Return a table of the first result's medians with each other one's, and the missed bars."""
+    lines = ["| | batch | path | ms a step | of | ms a step | of | ratio |"]
+    lines.append("| --- | ---: | --- | ---: | --- | ---: | --- | ---: |")
+    missed = []
+    first, *others = ({_name(row): row for row in result["rows"]} for result in results)
+    for rows in others:
+        for name, row in rows.items():
+            before = first[name]
+            ratio = row["median_ms"] / before["median_ms"]
+            lines.append(
+                f"| {' | '.join(map(str, name))} | {before['median_ms']:.3f} | {before['dtype']} | "
+                f"{row['median_ms']:.3f} | {row['dtype']} | {ratio:.3f} |"
+            )
+            if ratio > MOST_OVER_FIRST:
+                missed.append(f"{name}: {row['dtype']} takes {ratio:.3f} of {before['dtype']}'s time")
+    return "\n".join(lines) + "\n", missed
+
+
+def _name(row: dict[str, Any]) -> tuple[str, int, str]:
+    return row["setting"], row["batch"], row["path"]
+
+
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="benchmarks.gpu.steps", description=__doc__.splitlines()[0])
     found.add_argument("--model", type=Path, required=True, help="the target's folder")
@@ -271,6 +302,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--output", type=Path, required=True, help="a folder for the JSON and the picture")
     found.add_argument("--threads", type=int, default=0, help="as foretoken serve's; counts on a CPU")
     found.add_argument("--numerics", choices=("auto", "strict", "fast"), default="auto", help="as foretoken serve's")
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    found.add_argument("--dtype", nargs="+", choices=dtypes, default=["auto"], help="a run of each, to compare")
     found.add_argument("--serve-flags", default="", help="more flags of foretoken serve, as one word")
     found.add_argument("--temperature", type=float, default=0.0)
     found.add_argument("--commit", default="", help="the commit, in a copy without its history")
@@ -287,8 +320,22 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     options = parser().parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
+    results = [measured(options, dtype) for dtype in options.dtype]
+    if len(results) > 1:
+        table, missed = compare(results)
+        print(table)
+        if missed:
+            print("\n".join(missed))
+            sys.exit(1)
+
+
+def measured(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    """Write the files of one element type, print its table and return the JSON's content.
+
+    Exits with 1 if there is nothing to measure, or a stack does not do what it should.
+    """
     try:
-        for result in run(options):
+        for result in run(options, dtype):
             stem = result["began_at"].replace(":", "").replace("+0000", "Z")
             file = options.output / f"steps-{stem}.json"
             # An unfinished run is no result: only complete files are searched for the newest one.
@@ -301,6 +348,7 @@ def main() -> None:
     draw(result, file.with_suffix(".png"))
     print(to_markdown(result))
     print(f"{file}; bars are judged by: python -m benchmarks.gpu.check {file}")
+    return result
 
 
 def progress(line: str) -> None:

@@ -125,17 +125,20 @@ class HeadDrafter(ModelDrafter):
         """Forget all sequences, load the head and make its cache.
 
         If ``weights`` is None, or laid out for another device or type, they are read from the
-        target's folder.
+        target's folder. With ``--dtype auto`` on a GPU the head is float16 if they are.
 
         Raises PreconditionError if the target's folder is not visible, or head and target do not
         fit.
         """
-        placement = self._placement
         with _as_refusals():
             path, config = self._folders(target)
+            if weights is not None:
+                placement = self._placement.of_stored(weights.layout.dtype)
+            else:
+                placement = self._placement.of_folder(self._target_folder(target))
             if self._token_map is not None:
                 check_token_map(self._token_map, target.vocab_size)
-            shared = self._weights(target, config, weights)
+            shared = self._weights(target, config, weights, placement)
             source = HeadSource(path, config, shared, placement.dtype, self._token_map, placement.backend)
             loaded = load_head(source, placement.cache_blocks(target), target.block_size)
         self._check_target_ids(loaded.weights.target_ids, target)
@@ -161,14 +164,16 @@ class HeadDrafter(ModelDrafter):
         )
         self._begin(passes)
 
-    def _weights(self, target: TargetInfo, config: ModelConfig, shared: TargetWeights | None) -> TargetWeights:
+    def _weights(
+        self, target: TargetInfo, config: ModelConfig, shared: TargetWeights | None, placement: ModelPlacement
+    ) -> TargetWeights:
         """Return the target's weights: those that are shared, or a copy read for this drafter."""
-        if shared is not None and self._placement.reads(shared.layout):
+        if shared is not None and placement.reads(shared.layout):
             logger.info("embedding and head are the verifier's own")
             return shared
         folder = self._target_folder(target)
         logger.info("embedding and head are a copy, read from %s", folder)
-        return load_target_weights(folder, config, self._placement.dtype, self._placement.backend)
+        return load_target_weights(folder, config, placement.dtype, placement.backend)
 
     def _target_folder(self, target: TargetInfo) -> Path:
         return target_folder(target, self._target_path)

@@ -22,10 +22,11 @@ from drafter_svc.trees.passes import (
     warm_up,
 )
 from foretoken.drafting import TargetInfo
-from foretoken.models.backend import CPU, Backend, choose_backend, default_dtype
+from foretoken.models.backend import CPU, Backend, choose_backend
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.device_batch import DeviceArrays
 from foretoken.models.device_sizes import PassSizes, choices_file
+from foretoken.models.element_type import checked_type, default_type, stored_type
 from foretoken.models.weight_layout import PanelLayout, RowLayout, WeightLayout
 
 # Passes of up to so many rows use all tiles of the attention, also those of a prompt next to other
@@ -48,13 +49,23 @@ class LaunchedModel(DraftModel, Protocol):
 class ModelPlacement(NamedTuple):
     """Where a model runs.
 
-    ``graphs``: whether a GPU runs CUDA graphs; ``warm``: whether it compiles kernels at ``attach``.
+    ``graphs``: whether a GPU runs CUDA graphs; ``warm``: whether it compiles kernels at ``attach``;
+    ``is_auto``: whether a checkpoint decides ``dtype`` (``of_stored``).
     """
 
     backend: Backend = CPU
     dtype: torch.dtype = torch.float32
     graphs: bool = True
     warm: bool = True
+    is_auto: bool = False
+
+    def of_stored(self, stored: torch.dtype) -> ModelPlacement:
+        """Return the placement of a model whose checkpoint, or target, is stored as this type."""
+        return self._replace(dtype=default_type(self.backend, stored)) if self.is_auto else self
+
+    def of_folder(self, folder: Path) -> ModelPlacement:
+        """Return the placement of the model in a folder."""
+        return self.of_stored(stored_type(folder)) if self.is_auto else self
 
     @property
     def is_gpu(self) -> bool:
@@ -72,7 +83,7 @@ class ModelPlacement(NamedTuple):
         while the verifier loads: make the GPU's context and import Triton.
         """
         if not self.is_gpu:
-            warm_up(bfloat16=self.dtype == torch.bfloat16)
+            warm_up(self.dtype)
             return
         import drafter_svc.device.growth  # noqa: F401
 
@@ -151,8 +162,9 @@ ON_CPU = ModelPlacement()
 def choose_placement(settings: DrafterSettings) -> ModelPlacement:
     """Return the placement that the settings name.
 
-    Raises ConfigError if the device is not there.
+    Raises ConfigError if the device is not there or lacks the element type.
     """
-    backend = choose_backend(settings.device)
-    dtype = default_dtype(backend) if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    return ModelPlacement(backend, dtype, not settings.disable_cuda_graph)
+    backend, graphs = choose_backend(settings.device), not settings.disable_cuda_graph
+    if settings.dtype == "auto":
+        return ModelPlacement(backend, default_type(backend, torch.bfloat16), graphs, is_auto=True)
+    return ModelPlacement(backend, checked_type(settings.dtype, backend), graphs)

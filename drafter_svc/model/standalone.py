@@ -134,7 +134,7 @@ class StandaloneDrafter(ModelDrafter):
         self._target_path = target
         self._threads = threads
         self._coupled = coupled_noise
-        self._placement = placement
+        self._placement = placement = placement.of_folder(path)
         self._config = load_config(path)
         with Checkpoint(path) as checkpoint:
             self._weights = load_decoder_weights(self._config, checkpoint, placement.dtype, _silent, placement.backend)

@@ -31,6 +31,7 @@ from drafter_svc.trees.rows import DraftRows, DraftSequence, Extension, sent_row
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.models.batch import ForwardBatch, chain_batch
+from foretoken.models.forward_pass import ELEMENTS
 from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
@@ -416,8 +417,8 @@ def scratch_batch(rows: int, target: TargetInfo, *, seqs: int = 1, wants_logits:
     )
 
 
-def warm_up(*, bfloat16: bool) -> None:
-    """Compile, or load, the kernels of drafting and of passes over a float32 or bfloat16 cache."""
+def warm_up(dtype: torch.dtype) -> None:
+    """Compile, or load, the kernels of drafting and of passes over a cache of this element type."""
     trees, beams = kernel.new_trees(1, 2, 2), kernel.new_beams(1)
     one, none = np.zeros(1, np.int32), np.full(1, -1, np.int32)
     no_ids = np.empty(0, np.int32)
@@ -428,7 +429,7 @@ def warm_up(*, bfloat16: bool) -> None:
     places, vocabulary = Places(table, one, table, 1), DraftVocabulary(2, 2, no_ids)
     growth_function()(trees, one, places, beams, level, hidden, hidden, vocabulary, one, COUPLING_SCALE)
     kernel.emit_trees(trees, one, np.zeros(2, np.int32), one.copy(), one.copy(), np.zeros(1, np.float32))
-    forward_function(bfloat16)
+    forward_function(ELEMENTS[dtype])
 
 
 def _on_host(tensor: torch.Tensor) -> Float32:

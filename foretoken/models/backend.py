@@ -13,7 +13,7 @@ from foretoken.errors import ConfigError, PreconditionError
 DeviceName = Literal["auto", "cpu", "cuda"]
 _log = logging.getLogger(__name__)
 
-# Tensor cores with bfloat16, which the GPU kernels are written for.
+# Tensor cores with bfloat16 and float16, which the GPU kernels are written for.
 _MIN_CAPABILITY = (8, 0)
 # Stands for a GPU's UUID where GPU kernels run on CPU tensors.
 _INTERPRETER = "cpu"
@@ -91,8 +91,3 @@ def _gpu_problem() -> str | None:
         name = torch.cuda.get_device_name()
         return f"{name} has compute capability {capability[0]}.{capability[1]}; 8.0 or later is needed"
     return None
-
-
-def default_dtype(backend: Backend) -> torch.dtype:
-    """Return the element type that ``--dtype auto`` means."""
-    return torch.float32 if backend.kernels == "cpu" else torch.bfloat16

@@ -97,7 +97,8 @@ def load_decoder_weights(
     """Read all weights. ``dtype``: element type that the model is served with; see weight_layout.
 
     Raises:
-        CheckpointError: as Checkpoint, or a tensor holds NaN or infinity.
+        CheckpointError: as Checkpoint, or a tensor holds NaN or infinity, or a number too large for
+            ``dtype``.
     """
     shapes = tensor_shapes(config)
     _check_names(config, checkpoint, shapes)
@@ -165,15 +166,23 @@ class TensorReader:
     def check_finite(self, laid_out: Iterable[torch.Tensor]) -> None:
         """Raise CheckpointError if a laid-out tensor holds NaN or infinity.
 
-        Name the tensor that was read.
+        Name the tensor that was read, and say if it is finite but too large for the served type.
         """
         if are_finite(laid_out):
             return
         names = sorted(self._stored.get(name, name) for name in self.names_read)
+        served = str(self.layout.dtype).removeprefix("torch.")
         for name in names:
-            if not self._checkpoint.read(name, self._checkpoint.shape(name)).isfinite().all():
-                raise CheckpointError(f"{self._checkpoint.file_of(name)}: tensor {name} holds NaN or infinity")
-        raise CheckpointError(f"{self._checkpoint.path}: a tensor holds numbers too large for the served type")
+            tensor, file = self._checkpoint.read(name, self._checkpoint.shape(name)), self._checkpoint.file_of(name)
+            if not tensor.isfinite().all():
+                raise CheckpointError(f"{file}: tensor {name} holds NaN or infinity")
+            # Vectors are served as float32.
+            if tensor.ndim > 1 and not tensor.to(self.layout.dtype).isfinite().all():
+                largest = float(tensor.abs().max())
+                raise CheckpointError(
+                    f"{file}: tensor {name} holds {largest:g}, which is too large for {served}; choose another --dtype"
+                )
+        raise CheckpointError(f"{self._checkpoint.path}: the tensors were finite, but not when they were laid out")
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor as it is stored."""

@@ -43,6 +43,6 @@ class DeviceBuffers:
     def element_type(self, field: int) -> torch.dtype:
         """Return a buffer's element type.
 
-        Logits are float32: in bfloat16 the best two would often be equal.
+        Logits are float32: in 16 bits the best two would often be equal.
         """
         return torch.float32 if field == kernel.LOGITS else self._dtype

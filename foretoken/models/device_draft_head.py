@@ -52,7 +52,7 @@ class DeviceDraftHead(DraftHead[DeviceProgram]):
         """Launch the first module's pass over new tokens, as ``forward`` does with the target's
         hidden states.
 
-        ``features``: bfloat16 or float32 [rows, feature_width] on the GPU.
+        ``features``: bfloat16, float16 or float32 [rows, feature_width] on the GPU.
         """
         loaded = self._program(0, from_target=True)
         self._passes.gather_given(features)

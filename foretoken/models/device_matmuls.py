@@ -54,6 +54,8 @@ class FastMatmuls:
 
     def __init__(self, config: ModelConfig, buffers: DeviceBuffers, max_rows: int, device: torch.device) -> None:
         self._config, self._buffers, self._max_rows = config, buffers, max_rows
+        # Otherwise cuBLAS may add parts of a sum in float16. Other types have other switches.
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self._table = MatmulTable(device=device)
 
     def reserve(self, operation: Operation, weight: torch.Tensor) -> None:

@@ -80,7 +80,7 @@ class HeadSource:
     Attributes:
         path: the head's folder, which for MTP is the target's.
         weights: the target's embedding and output head; None: for MTP they are read from ``path``.
-        dtype: of the cache; matrices are bfloat16 if it is, or if all of them are stored so.
+        dtype: of the cache, and of matrices as weight_layout says.
         token_map: int32; draft only these target ids (FR-Spec), for heads that use the target's
             output head.
     """
@@ -97,8 +97,8 @@ def load_head_weights(source: HeadSource, config: HeadConfig) -> HeadWeights:
     """Read the weights of a draft head.
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape, is unknown, or holds NaN or
-            infinity.
+        CheckpointError: a tensor is missing, has another shape, is unknown, or holds NaN, infinity
+            or a number too large for the served type.
         ConfigError: head and target do not fit, or there is a token map for a head with its own
             vocabulary.
     """

@@ -28,6 +28,14 @@ from foretoken.models.rope import cos_sin_table
 # slower with both.
 WIDE_ROWS = 64
 _PATH_MULTIPLE = 64
+# The kernels' numbers of element types; panels hold bits (foretoken.models.weight_layout).
+ELEMENTS = {
+    torch.float32: kernel.FLOAT32,
+    torch.bfloat16: kernel.BFLOAT16,
+    torch.uint16: kernel.BFLOAT16,
+    torch.float16: kernel.FLOAT16,
+    torch.int16: kernel.FLOAT16,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +78,7 @@ class ForwardPass:
         self._cache = cache
         self._num_threads, self._wide_threads = num_threads, wide_threads or num_threads
         self._team = ThreadTeam(max(num_threads, wide_threads))
-        self._function = kernel.forward_function(cache.data.dtype == torch.bfloat16)
+        self._function = kernel.forward_function(ELEMENTS[cache.data.dtype])
         self._cos_sin = cos_sin_table(config.rope, config.head_dim, num_positions).contiguous()
         self._limits = (vocab_size, num_positions, cache.num_blocks, cache.block_size)
         self._epsilon = torch.tensor([config.rms_norm_eps], dtype=torch.float32)
@@ -112,7 +120,7 @@ class ForwardPass:
             entry[kernel.X], entry[kernel.X_STRIDE], entry[kernel.X_OFFSET] = x.buffer, x.width, x.offset
         if weight is not None:
             entry[kernel.WEIGHT] = weight.data_ptr()
-            entry[kernel.BFLOAT16] = int(weight.dtype == torch.uint16)
+            entry[kernel.ELEMENT] = ELEMENTS.get(weight.dtype, kernel.FLOAT32)
             kept.append(weight)
         return entry
 

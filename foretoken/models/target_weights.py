@@ -49,7 +49,8 @@ def load_target_weights(
     ``dtype``.
 
     Raises:
-        CheckpointError: as foretoken.models.weights.Checkpoint, or a tensor holds NaN or infinity.
+        CheckpointError: as foretoken.models.weights.Checkpoint, or a tensor holds NaN, infinity or
+            a number too large for the served type.
     """
     names = ["model.embed_tokens.weight"] + ([] if config.tie_word_embeddings else ["lm_head.weight"])
     with Checkpoint(path) as checkpoint:

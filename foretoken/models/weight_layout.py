@@ -9,13 +9,24 @@ from typing import Protocol
 import numpy as np
 import torch
 from foretoken_kernels.cpu.linear import PANEL, pack, pack_gate_up
+from foretoken_kernels.cpu.simd import HAS_FLOAT16
 from numpy.typing import NDArray
 
 from foretoken.models.backend import Backend
 
+# How panels hold 16-bit types: as bits, because numpy has no bfloat16 and numba no float16.
+_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+_OF_BITS = {bits: dtype for dtype, bits in _BITS.items()}
+
 
 class WeightLayout(Protocol):
-    """Lays out tensors of a checkpoint."""
+    """Lays out tensors of a checkpoint.
+
+    ``dtype``: the element type of matrices and tables.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     def matrix(self, *parts: torch.Tensor) -> torch.Tensor:
         """Lay out a matrix of parts [out_features, in_features], one below the other."""
@@ -39,12 +50,17 @@ class WeightLayout(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class PanelLayout:
-    """The CPU kernels' layout: flat panels (foretoken_kernels.cpu.linear), float32 or bfloat16 bits
-    as uint16."""
+    """The CPU kernels' layout: flat panels (foretoken_kernels.cpu.linear) of float32, of bfloat16
+    bits (uint16) or of float16 bits (int16)."""
 
-    def __init__(self, bfloat16: bool) -> None:
-        self._bfloat16 = bfloat16
+    dtype: torch.dtype
+
+    @staticmethod
+    def holding(elements: torch.dtype) -> PanelLayout:
+        """Return the layout of panels whose tensors have this type."""
+        return PanelLayout(_OF_BITS.get(elements, elements))
 
     def matrix(self, *parts: torch.Tensor) -> torch.Tensor:
         arrays = [self._array(part) for part in parts]
@@ -64,11 +80,8 @@ class PanelLayout:
         return values.to(torch.float32).contiguous()
 
     def _array(self, tensor: torch.Tensor) -> NDArray[np.generic]:
-        if self._bfloat16:
-            bits: NDArray[np.generic] = tensor.to(torch.bfloat16).view(torch.uint16).numpy()
-            return bits
-        floats: NDArray[np.generic] = tensor.to(torch.float32).numpy()
-        return floats
+        elements: NDArray[np.generic] = tensor.to(self.dtype).view(_BITS.get(self.dtype, self.dtype)).numpy()
+        return elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +117,14 @@ class RowLayout:
 def weight_layout(backend: Backend, dtype: torch.dtype, stored: Sequence[torch.dtype]) -> WeightLayout:
     """Return the layout for a model served as ``dtype`` whose matrices are stored as these types.
 
-    On a CPU, matrices also stay bfloat16 if all of them are stored so: kernels widen them while
-    reading, which gives the results of float32 copies at half the memory.
+    On a CPU, matrices also stay bfloat16 or float16 if all of them are stored so: kernels widen
+    them while reading, which gives the results of float32 copies at half the memory.
     """
     if backend.kernels == "gpu":
         return RowLayout(backend.device, dtype)
-    return PanelLayout(dtype == torch.bfloat16 or all(kind == torch.bfloat16 for kind in stored))
+    narrow = [torch.bfloat16, *[torch.float16] * HAS_FLOAT16]
+    kept = next((half for half in narrow if dtype == torch.float32 and set(stored) == {half}), dtype)
+    return PanelLayout(kept)
 
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
@@ -119,7 +134,7 @@ def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
     are fetched together. If a sum is not finite, the elements are checked, because the sum may have
     overflowed.
     """
-    floats = [bits.view(torch.bfloat16) if bits.dtype == torch.uint16 else bits for bits in tensors]
+    floats = [each.view(_OF_BITS.get(each.dtype, each.dtype)) for each in tensors]
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for each in floats:
         sums.setdefault(each.device, []).append(each.sum().float())

@@ -31,10 +31,10 @@ from foretoken.transports.cuda_memory import CudaMemory
 
 _MAGIC = b"FTWEIGHT"
 _VERSION = 2
-# Numbers of layouts and element types. Panels of bfloat16 are bits
+# Numbers of layouts and element types. Panels of bfloat16 and float16 are bits
 # (foretoken.models.weight_layout).
 _PANELS, _ROWS = 1, 2
-_DTYPES = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16, 4: torch.uint16}
+_DTYPES = {1: torch.float32, 2: torch.bfloat16, 3: torch.float16, 4: torch.uint16, 5: torch.int16}
 _DESCRIPTION = struct.Struct("<8sI5I4Q64s")
 # Both matrices begin at a multiple of this.
 _ALIGNMENT = mmap.PAGESIZE
@@ -105,7 +105,7 @@ class _Description(NamedTuple):
     def views(self, memory: torch.Tensor) -> TargetWeights:
         """Return the weights as views of ``memory``, uint8 [num_bytes]."""
         dtype = _DTYPES[self.dtype]
-        layout = RowLayout(memory.device, dtype) if self.layout == _ROWS else PanelLayout(dtype == torch.uint16)
+        layout = RowLayout(memory.device, dtype) if self.layout == _ROWS else PanelLayout.holding(dtype)
         shape = (self.vocab_size, self.hidden_size) if self.layout == _ROWS else (-1,)
 
         def view(offset: int, num_bytes: int) -> torch.Tensor:

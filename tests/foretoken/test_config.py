@@ -63,7 +63,7 @@ def test_a_unit_that_the_help_states_is_not_in_the_flag() -> None:
     ("values", "message"),
     [
         ({"threads": -1}, "--threads: expected at least 0, got -1"),
-        ({"dtype": "int8"}, "--dtype: expected auto, float32 or bfloat16, got 'int8'"),
+        ({"dtype": "int8"}, "--dtype: expected auto, float32, bfloat16 or float16, got 'int8'"),
         ({"served_model_name": None}, "--served-model-name: expected text"),
         ({"colour": "red"}, "--colour: there is no such key"),
         (

@@ -149,14 +149,15 @@ def test_the_device_computes_what_the_cpu_computes(folder: Path, strict: bool, d
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("strict_products")
-def test_in_strict_mode_a_row_has_the_same_bits_in_any_batch(folder: Path, device: str) -> None:
+def test_in_strict_mode_a_row_has_the_same_bits_in_any_batch(folder: Path, dtype: torch.dtype, device: str) -> None:
     """A text's logits and hidden states are the same in three batches.
 
     Its tokens come one by one, as a prompt beside another sequence, and as nodes of a tree that has
     other nodes too.
     """
-    model = llama(folder, Backend("gpu", torch.device(device)), SIZES, torch.bfloat16, strict=True)
+    model = llama(folder, Backend("gpu", torch.device(device)), SIZES, dtype, strict=True)
     text = [int(token) for token in np.arange(1, 8) * 5 % 30]
     first, second, third = [3, 7, 1], [2, 9, 5], [6, 8]
 

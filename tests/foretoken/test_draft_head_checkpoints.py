@@ -115,16 +115,19 @@ def test_a_token_map_beside_d2t_is_refused(target: Path, eagle3: Path) -> None:
         load(eagle3, target, token_map=np.array([1], np.int32))
 
 
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, torch.uint16), (torch.float16, torch.int16)])
 @pytest.mark.parametrize("which", ["head", "target", "both"])
-def test_bfloat16_files_give_the_bits_of_their_wide_copies(target: Path, eagle3: Path, which: str) -> None:
+def test_16_bit_files_give_the_bits_of_their_wide_copies(
+    target: Path, eagle3: Path, which: str, dtype: torch.dtype, bits: torch.dtype
+) -> None:
     """Head and target have different element types."""
     narrow = {"head": [eagle3], "target": [target], "both": [eagle3, target]}[which]
     for folder in narrow:
-        rewrite(folder, lambda t: t.update({k: v.bfloat16() for k, v in t.items() if v.is_floating_point()}))
+        rewrite(folder, lambda t: t.update({k: v.to(dtype) for k, v in t.items() if v.is_floating_point()}))
     found = extended(load(eagle3, target))
-    # Panels of bfloat16 are bits.
+    # Panels of 16 bits are bits.
     shared = load_target_weights(target, load_config(target))
-    assert (shared.head.dtype == torch.uint16) == (target in narrow)
+    assert (shared.head.dtype == bits) == (target in narrow)
     bytes_narrow = load(eagle3, target).num_bytes
     for folder in narrow:
         rewrite(folder, lambda t: t.update({k: v.float() for k, v in t.items() if v.is_floating_point()}))
@@ -133,10 +136,30 @@ def test_bfloat16_files_give_the_bits_of_their_wide_copies(target: Path, eagle3:
     assert (bytes_narrow < load(eagle3, target).num_bytes) == (which != "target")
 
 
-def test_a_bfloat16_head_is_near_its_float32_self(target: Path, eagle3: Path) -> None:
+@pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.05), (torch.float16, 0.002)])
+def test_a_16_bit_head_is_near_its_float32_self(target: Path, eagle3: Path, dtype: torch.dtype, share: float) -> None:
     expected = extended(load(eagle3, target))[1]
-    found = extended(load(eagle3, target, dtype=torch.bfloat16))[1]
-    assert 0 < (found - expected).abs().max() < 0.05 * expected.abs().max()
+    found = extended(load(eagle3, target, dtype=dtype))[1]
+    assert 0 < (found - expected).abs().max() < share * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["layers.0.mlp.down_proj.weight", "lm_head.weight"])
+def test_a_number_too_large_for_float16_is_refused_by_name(
+    target: Path, eagle3: Path, name: str, dtype: torch.dtype
+) -> None:
+    """The head serves as it is otherwise."""
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        stored = next(key for key in tensors if key.endswith(name.removeprefix("layers.0.")))
+        tensors[stored] = tensors[stored].to(dtype)
+        tensors[stored].view(-1)[3] = -98304.0
+
+    rewrite(eagle3, spoil)
+    load(eagle3, target)
+    message = rf"model.*{name.removeprefix('layers.0.')} holds 98304, which is too large for float16; choose another"
+    with pytest.raises(CheckpointError, match=message):
+        load(eagle3, target, dtype=torch.float16)
 
 
 def test_a_row_has_the_same_bits_in_any_chunk_and_on_two_threads(target: Path, eagle3: Path) -> None:

@@ -48,12 +48,15 @@ class Timings:
         return {shape: dict.fromkeys(ROW_BUCKETS) for shape in weights}
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("llama", torch.bfloat16), ("qwen2", torch.bfloat16), ("qwen3", torch.bfloat16), ("qwen3", torch.float16)],
+)
 def test_a_target_asks_for_what_was_timed(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+    kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     head_files.random_target(tmp_path, kind)
-    model = llama(tmp_path, Backend("gpu", torch.device(device)), SIZES, torch.bfloat16)
+    model = llama(tmp_path, Backend("gpu", torch.device(device)), SIZES, dtype)
     timings = Timings(monkeypatch)
     model.tune(None)
     # Each shape with all layers' matrices, so that calls in turn find none in the cache.

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -29,6 +30,7 @@ from foretoken.models.decoder_weights import load_decoder_weights
 from foretoken.models.llama import HostLlama
 from foretoken.models.weights import Checkpoint
 from foretoken.tree import ancestor_mask, depths
+from tests.support.logit_errors import FLOAT16_BAR, relative_error
 
 VOCAB = 1003
 BLOCK_SIZE = 8
@@ -247,7 +249,7 @@ def test_a_mixed_batch_equals_transformers(pair: tuple[PreTrainedModel, HostLlam
     torch.testing.assert_close(found[-1], oracle(model, texts[2])[-1], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_row_has_the_same_bits_in_every_batch(llama_folder: Path, dtype: torch.dtype) -> None:
     """Rows run token by token, in chunks, as tree nodes, beside others, on two threads."""
     ours, tokens = load(llama_folder, dtype), some_tokens(150, 8)
@@ -293,22 +295,40 @@ def test_a_wide_tree_uses_all_mask_words(llama_folder: Path) -> None:
     assert torch.equal(chain, expected[10:])
 
 
-def test_a_bfloat16_checkpoint_serves_float32_from_half_the_memory(tmp_path: Path) -> None:
-    random_model("llama").bfloat16().save_pretrained(tmp_path)
+@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.bfloat16), ("qwen2 tied", torch.float16)])
+def test_a_16_bit_checkpoint_serves_float32_from_half_the_memory(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    random_model(name).to(dtype).save_pretrained(tmp_path)
     ours, tokens = load(tmp_path), some_tokens(40)
     found = ours.forward(Paged(1).prefill(0, tokens, 0, 40))
     # Read again, because .float() would leave the rotary frequencies rounded.
-    model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     torch.testing.assert_close(found, oracle(model, tokens), rtol=0, atol=1e-4)
     model.save_pretrained(tmp_path / "wide")
-    assert torch.equal(load(tmp_path / "wide").forward(Paged(1).prefill(0, tokens, 0, 40)), found)
+    wide = load(tmp_path / "wide")
+    assert torch.equal(wide.forward(Paged(1).prefill(0, tokens, 0, 40)), found)
+    assert 2 * ours._weights.head.nbytes == wide._weights.head.nbytes
 
 
-def test_bfloat16_is_near_float32(llama_folder: Path) -> None:
-    ours, tokens = load(llama_folder, torch.bfloat16), some_tokens(40)
+@pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.05), (torch.float16, 0.002)])
+def test_16_bits_are_near_float32(llama_folder: Path, dtype: torch.dtype, share: float) -> None:
+    ours, tokens = load(llama_folder, dtype), some_tokens(40)
     found = ours.forward(Paged(1).prefill(0, tokens, 0, 40)).clone()
     expected = load(llama_folder).forward(Paged(1).prefill(0, tokens, 0, 40))
-    assert 0 < (found - expected).abs().max() < 0.05 * expected.abs().max()
+    assert 0 < (found - expected).abs().max() < share * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_float16_logits_are_those_of_transformers_in_float16(tmp_path: Path, name: str) -> None:
+    """A prompt and a decode row. Float32 sums bring ours nearer to the exact logits."""
+    random_model(name).save_pretrained(tmp_path)
+    ours, tokens, paged = load(tmp_path, torch.float16), some_tokens(60), Paged(1)
+    found = torch.cat([ours.forward(paged.prefill(0, tokens, *cut)).clone() for cut in ((0, 59), (59, 60))])
+    narrow, wide = (
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=each) for each in (torch.float16, torch.float32)
+    )
+    expected, exact = oracle(narrow, tokens), oracle(wide, tokens)
+    assert 0 < relative_error(found, expected) < FLOAT16_BAR
+    assert relative_error(found, exact) < relative_error(expected, exact)
 
 
 def test_an_index_out_of_range_is_refused_before_anything_is_written(llama_folder: Path) -> None:

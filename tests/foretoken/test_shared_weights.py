@@ -38,6 +38,7 @@ TARGET = TargetInfo("m", ROWS, 1024, max_slots=6, max_nodes=16, hidden_size=SIZE
 KINDS = {
     "panels": (CPU, torch.float32),
     "panels of bfloat16": (CPU, torch.bfloat16),
+    "panels of float16": (CPU, torch.float16),
     "rows": (GPU, torch.float32),
     "rows of bfloat16": (GPU, torch.bfloat16),
     "rows of float16": (GPU, torch.float16),
@@ -46,9 +47,7 @@ KINDS = {
 
 def weights(kind: str = "rows", *, tied: bool = False) -> TargetWeights:
     backend, dtype = KINDS[kind]
-    layout = (
-        RowLayout(backend.device, dtype) if backend.kernels == "gpu" else PanelLayout(bfloat16=dtype == torch.bfloat16)
-    )
+    layout = RowLayout(backend.device, dtype) if backend.kernels == "gpu" else PanelLayout(dtype)
     # Exact in every type.
     rows = torch.arange(ROWS * SIZE, dtype=torch.float32).view(ROWS, SIZE) % 251
     head = layout.matrix(rows)
@@ -67,7 +66,7 @@ def same(one: TargetWeights, other: TargetWeights) -> bool:
     sizes = [(each.vocab_size, each.hidden_size, each.tied, each.head.dtype) for each in (one, other)]
     return (
         sizes[0] == sizes[1]
-        and type(one.layout) is type(other.layout)
+        and one.layout == other.layout
         and (one.embedding is one.head) == (other.embedding is other.head)
         and torch.equal(one.head.float(), other.head.float())
         and torch.equal(one.embedding.float(), other.embedding.float())

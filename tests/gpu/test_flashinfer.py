@@ -47,8 +47,13 @@ def _there() -> None:
 @pytest.mark.parametrize(
     "heads", [(32, 8, 128), (28, 4, 128), (4, 2, 64), (8, 2, 256)], ids=["32x128", "28x128", "4x64", "8x256"]
 )
-@pytest.mark.parametrize("block_size", [1, 16, 24])
-def test_attention_is_the_defined_one(heads: Heads, block_size: int, tmp_path: Path, device: str) -> None:
+@pytest.mark.parametrize(
+    ("block_size", "dtype"),
+    [(1, torch.bfloat16), (16, torch.bfloat16), (24, torch.bfloat16), (16, torch.float16)],
+)
+def test_attention_is_the_defined_one(
+    heads: Heads, block_size: int, dtype: torch.dtype, tmp_path: Path, device: str
+) -> None:
     """Trees come after and before several sequences' prompts; unseen KV slots hold NaN."""
     generator = np.random.default_rng(block_size)
     seqs = [
@@ -61,12 +66,12 @@ def test_attention_is_the_defined_one(heads: Heads, block_size: int, tmp_path: P
         prefill(40, 3),
     ]
     config = config_of(heads, tmp_path)
-    assert obstacle(config, torch.bfloat16, torch.device(device)) is None
-    batch = case(seqs, heads, block_size, device, torch.bfloat16, words=2, seed=block_size)
+    assert obstacle(config, dtype, torch.device(device)) is None
+    batch = case(seqs, heads, block_size, device, dtype, words=2, seed=block_size)
     found, expected = attend(batch, config).double(), batch.defined().to(device)
     assert found.isfinite().all()
     error = (found - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
-    assert error.max() < 1e-2
+    assert error.max() < (1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
 def mixed_batch() -> ForwardBatch:

@@ -2,7 +2,7 @@
 
 A GPU's matrix products round in another order, so near-ties could differ; the fitted targets have
 none. In strict mode a GPU's text with a drafter equals its own plain decode, bit for bit, in
-bfloat16 too. Without a GPU a short case of each kind runs in Triton's interpreter; strict mode's
+bfloat16 and float16 too. Without a GPU a short case of each kind runs in Triton's interpreter; strict mode's
 case is in tests/verifier_svc.
 """
 
@@ -85,14 +85,16 @@ def test_a_short_text_of_overlapped_steps(targets: Targets, kind: str, num_steps
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_steps", [0, 3])
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("temperature", list(TEMPERATURES))
+@pytest.mark.parametrize(
+    ("temperature", "dtype"), [*((each, "bfloat16") for each in TEMPERATURES), ("T=0.7", "float16")]
+)
 def test_in_strict_mode_the_text_has_the_bits_of_plain_decode(
-    targets: Targets, kind: str, temperature: str, num_steps: int, device: str
+    targets: Targets, kind: str, temperature: str, num_steps: int, dtype: str, device: str
 ) -> None:
     """A drafted batch of all fields, as graphs, equals each plain request without overlap."""
     target = targets[KINDS[kind][0]]
     made = cases(target, TEMPERATURES[temperature], kind)
-    strict = partial(on_device.harness, target, device=device, dtype="bfloat16", strict=True)
+    strict = partial(on_device.harness, target, device=device, dtype=dtype, strict=True)
     plain = strict((), overlap=False, graphs=False, prefix_cache=False)
     expected = {case.field: [plain.run([request.plain()])[0] for request in case.requests] for case in made}
     harness = strict(KINDS[kind][1], num_steps=num_steps)

@@ -211,6 +211,21 @@ def drafter_words(process: psutil.Process) -> list[str]:
     return words if "drafter" in words else []
 
 
+def test_float16_serves_the_text_of_its_plain_decode(
+    targets: Targets, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Target and drafters run in float16, in processes of their own."""
+    target = targets["llama"]
+    models = {"eagle": target.head_folders["EAGLE"], "eagle3": target.head_folders["EAGLE3"]}
+    models["standalone"] = target.standalone
+    specs = [f"name={name},algorithm={name.upper()},model={folder}" for name, folder in models.items()]
+    with served(target.folder, tmp_path_factory, *specs, flags=("--dtype", "float16")) as stack:
+        version = httpx.get(f"{stack.url}/version", timeout=None, trust_env=False).json()
+        assert version["verifiers"][0]["dtype"] == "float16"
+        for name in models:
+            Tally().wait(stack, name, temperature=0.7)
+
+
 def test_a_name_that_nobody_has_is_refused(stack: Stack) -> None:
     answer = httpx.post(f"{stack.url}/v1/completions", json=body("medusa"), timeout=None, trust_env=False)
     assert answer.status_code == 400

@@ -202,7 +202,7 @@ def assert_defined(batch: Case, workspace: Workspace | None = None) -> torch.Ten
     else:
         assert found.isfinite().all()
         error = (found - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
-        assert error.max() < 5e-3
+        assert error.max() < (5e-3 if batch.query.dtype == torch.bfloat16 else 1e-3)
     return out[:rows]
 
 

@@ -31,6 +31,15 @@ from hypothesis import strategies as st
 
 from foretoken.tree import ancestor_mask
 
+# How panels and caches hold 16-bit types, for numba.
+BITS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+# A quarter of the distance of two neighbours at 1.
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.view(BITS[tensor.dtype]).numpy()
+
 
 def run_linear(
     x: torch.Tensor,
@@ -58,15 +67,12 @@ def run_linear(
 
 
 @settings(max_examples=40)
-@given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 100), st.integers(1, 3), st.booleans())
-def test_linear(rows: int, in_features: int, out_features: int, threads: int, bfloat16: bool) -> None:
+@given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 100), st.integers(1, 3), st.sampled_from(list(BITS)))
+def test_linear(rows: int, in_features: int, out_features: int, threads: int, dtype: torch.dtype) -> None:
     torch.manual_seed(rows * 1000 + in_features)
     x, weight = torch.randn(rows, in_features), torch.randn(out_features, in_features)
-    if bfloat16:
-        stored = weight.bfloat16()
-        weight, packed = stored.float(), pack(stored.view(torch.uint16).numpy())
-    else:
-        packed = pack(weight.numpy())
+    stored = weight.to(dtype)
+    weight, packed = stored.float(), pack(bits(stored))
     found = run_linear(x, packed, out_features, threads=threads)
     expected = reference.linear(x.double(), weight.double())
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)
@@ -85,8 +91,8 @@ def test_a_row_of_linear_has_the_same_bits_at_every_row_count() -> None:
         assert torch.equal(run_linear(x[-rows:], packed, 100, threads=2), expected[-rows:])
 
 
-@pytest.mark.parametrize("bfloat16", [False, True])
-def test_a_panel_has_the_same_bits_however_many_registers_there_are(bfloat16: bool) -> None:
+@pytest.mark.parametrize("dtype", BITS)
+def test_a_panel_has_the_same_bits_however_many_registers_there_are(dtype: torch.dtype) -> None:
     few, many = panel_product(8, 6), panel_product(32, 8)
 
     @inlined
@@ -99,7 +105,7 @@ def test_a_panel_has_the_same_bits_however_many_registers_there_are(bfloat16: bo
 
     torch.manual_seed(2)
     x, weight = torch.randn(8, 70), torch.randn(PANEL, 70)
-    packed = pack(weight.bfloat16().view(torch.uint16).numpy() if bfloat16 else weight.numpy())
+    packed = pack(bits(weight.to(dtype)))
     whole = run_linear(x, packed, PANEL)
     for rows in range(1, 9):
         for run in (run_few, run_many)[rows > 6 :]:
@@ -108,10 +114,13 @@ def test_a_panel_has_the_same_bits_however_many_registers_there_are(bfloat16: bo
             assert np.array_equal(out.reshape(8, PANEL)[:rows], whole[:rows].numpy())
 
 
-def test_bfloat16_weights_give_the_bits_of_their_float32_copies() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_weights_give_the_bits_of_their_float32_copies(dtype: torch.dtype) -> None:
+    """The smallest of them are subnormal in float16."""
     torch.manual_seed(1)
-    x, weight = torch.randn(9, 64), torch.randn(48, 64).bfloat16()
-    narrow = run_linear(x, pack(weight.view(torch.uint16).numpy()), 48)
+    scales = torch.logspace(-8, 0, 48)[:, None]
+    x, weight = torch.randn(9, 64), (scales * torch.randn(48, 64)).to(dtype)
+    narrow = run_linear(x, pack(bits(weight)), 48)
     assert torch.equal(narrow, run_linear(x, pack(weight.float().numpy()), 48))
 
 
@@ -182,8 +191,8 @@ def test_rms_norm_between_columns_of_wider_rows() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("bfloat16", [False, True])
-def test_rope_kv_write(bias: bool, norm: bool, bfloat16: bool) -> None:
+@pytest.mark.parametrize("dtype", BITS)
+def test_rope_kv_write(bias: bool, norm: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     rows, num_heads, num_kv_heads, head_dim, slots = 7, 4, 2, 32, 20
     heads = num_heads + 2 * num_kv_heads
@@ -192,7 +201,6 @@ def test_rope_kv_write(bias: bool, norm: bool, bfloat16: bool) -> None:
     cos_sin = torch.randn(50, 2, head_dim // 2)
     positions = np.array([0, 1, 2, 9, 49, 3, 3], np.int32)
     slot_mapping = np.array([19, 0, 5, 6, 7, 2, 11], np.int32)
-    dtype = torch.bfloat16 if bfloat16 else torch.float32
     keys, values = torch.zeros(2, slots, num_kv_heads, head_dim, dtype=dtype)
     expected_keys, expected_values = keys.clone(), values.clone()
     queries = reference.rope_kv_write(
@@ -208,7 +216,6 @@ def test_rope_kv_write(bias: bool, norm: bool, bfloat16: bool) -> None:
         expected_values,
     )
     weights = (bias_values.view(-1).numpy(), query_norm.numpy(), key_norm.numpy(), bias, norm, np.float32(1e-6))
-    plain = torch.uint16 if bfloat16 else torch.float32
     for thread in range(3):
         rope_kv_write(
             (num_heads, num_kv_heads, head_dim),
@@ -216,30 +223,33 @@ def test_rope_kv_write(bias: bool, norm: bool, bfloat16: bool) -> None:
             qkv.view(-1).numpy(),
             weights,
             cos_sin.view(-1).numpy(),
-            keys.view(-1).view(plain).numpy(),
-            values.view(-1).view(plain).numpy(),
+            bits(keys.view(-1)),
+            bits(values.view(-1)),
             (thread, 3),
         )
     torch.testing.assert_close(qkv[:, :num_heads], queries, rtol=1e-5, atol=1e-5)
-    tolerance = 2e-2 if bfloat16 else 1e-5
-    torch.testing.assert_close(keys, expected_keys, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(keys, expected_keys, rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
     torch.testing.assert_close(values, expected_values, rtol=0, atol=0)
 
 
-def test_bfloat16_is_rounded_to_even() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_rounded_to_even(dtype: torch.dtype) -> None:
     @inlined
     def narrow(x: np.ndarray, out: np.ndarray) -> None:
         store(out, 0, load(x, 0))
 
     generator = np.random.default_rng(0)
-    bits = generator.integers(0, 2**32, 16 * 64, dtype=np.uint64).astype(np.uint32)
-    bits[:4] = [0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x80000000]
-    for chunk in bits.reshape(-1, 16):
-        x, out = chunk.view(np.float32), np.empty(16, np.uint16)
-        narrow(x, out)
-        expected = torch.from_numpy(x.copy()).bfloat16()
-        found = torch.from_numpy(out).view(torch.bfloat16)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    values = generator.integers(0, 2**32, 16 * 64, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    # Half way between two numbers of either type, the largest float32, minus zero; of float16 the
+    # largest number and what rounds to infinity, a half of the smallest, and subnormal numbers.
+    values[:4] = np.array([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x80000000], np.uint32).view(np.float32)
+    values[4:12] = [1 + 2**-11, 1 + 3 * 2**-11, 65504, 65520, 2**-25, 1.5 * 2**-24, -(2**-15) / 3, 6e-8]
+    values[16:512] = generator.normal(size=496) * 10.0 ** generator.integers(-9, 5, 496)
+    for x in values.reshape(-1, 16):
+        out = torch.empty(16, dtype=dtype)
+        narrow(x, bits(out))
+        expected = torch.from_numpy(x.copy()).to(dtype)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @settings(max_examples=20)

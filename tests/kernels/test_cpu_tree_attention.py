@@ -243,7 +243,8 @@ def test_uniform_keys_give_the_mean_of_the_values(size: int) -> None:
     torch.testing.assert_close(out, torch.full_like(out, (size - 1) / 2))
 
 
-def test_bfloat16_keys_and_values() -> None:
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, torch.uint16), (torch.float16, torch.int16)])
+def test_16_bit_keys_and_values(dtype: torch.dtype, bits: torch.dtype) -> None:
     plain = Rows(
         np.zeros(1, np.int32),
         np.array([30], np.int32),
@@ -252,6 +253,6 @@ def test_bfloat16_keys_and_values() -> None:
         np.arange(2, dtype=np.int32)[None],
     )
     query, keys, values = random_tensors(plain, 16, (4, 2, 64), 9)
-    keys, values = keys.bfloat16(), values.bfloat16()
-    found = attend(query, keys.view(torch.uint16), values.view(torch.uint16), plain, 16)
+    keys, values = keys.to(dtype), values.to(dtype)
+    found = attend(query, keys.view(bits), values.view(bits), plain, 16)
     torch.testing.assert_close(found.double(), defined(query, keys, values, plain, 16), rtol=0, atol=5e-6)

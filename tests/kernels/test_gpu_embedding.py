@@ -4,8 +4,8 @@ import pytest
 import torch
 from foretoken_kernels.gpu.embedding import copy_rows, embed, fill_rows
 
-# All values are bfloat16 numbers, so that no test depends on how a conversion rounds.
-DTYPES = [torch.float32, torch.bfloat16]
+# All values are bfloat16 and float16 numbers, so that no test depends on how a conversion rounds.
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("table_dtype", DTYPES)
@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("size", [40, 1100])
 def test_embed(table_dtype: torch.dtype, out_dtype: torch.dtype, id_dtype: torch.dtype, size: int, device: str) -> None:
     torch.manual_seed(size)
-    table = torch.randn(9, size, device=device).bfloat16().to(table_dtype)
+    table = torch.randn(9, size, device=device).half().bfloat16().to(table_dtype)
     ids = torch.tensor([3, 8, 0, -1, 9, 2**30], dtype=id_dtype, device=device)
     buffer = torch.full((6, size + 24), 7.0, device=device, dtype=out_dtype)
     embed(ids, table, buffer[:, 8 : 8 + size])
@@ -40,7 +40,7 @@ def test_embed_is_zero_at_the_zero_position(device: str) -> None:
 @pytest.mark.parametrize("gathered", [False, True])
 def test_copy_rows(x_dtype: torch.dtype, out_dtype: torch.dtype, gathered: bool, device: str) -> None:
     torch.manual_seed(0)
-    x = torch.randn(4, 1200, device=device).bfloat16().to(x_dtype)[:, 100:1130]
+    x = torch.randn(4, 1200, device=device).half().bfloat16().to(x_dtype)[:, 100:1130]
     rows = torch.tensor([3, 3, -2, 4], dtype=torch.int32, device=device) if gathered else None
     buffer = torch.full((4, 1040), 7.0, device=device, dtype=out_dtype)
     copy_rows(x, buffer[:, 10:], rows)
@@ -50,7 +50,7 @@ def test_copy_rows(x_dtype: torch.dtype, out_dtype: torch.dtype, gathered: bool,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fill_rows(dtype: torch.dtype, device: str) -> None:
-    row = torch.randn(1030, device=device).bfloat16().float()
+    row = torch.randn(1030, device=device).half().bfloat16().float()
     buffer = torch.full((3, 1040), 7.0, device=device, dtype=dtype)
     fill_rows(row, buffer[:, :1030])
     assert torch.equal(buffer[:, :1030], row.to(dtype).expand(3, 1030)) and (buffer[:, 1030:] == 7).all()

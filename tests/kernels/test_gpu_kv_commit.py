@@ -50,7 +50,7 @@ def test_kv_commit(device: str, sequences: list[tuple[set[int], int]]) -> None:
     check([sorted(path) for path, _ in sequences], [root for _, root in sequences], 2, 8, torch.float32, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_slots_of_several_pieces(dtype: torch.dtype, device: str) -> None:
     check([[2, 3, 7], [], [1, 4]], [5, 0, 9], 4, 1100, dtype, device)
 

@@ -4,7 +4,7 @@ import contextlib
 import fcntl
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,26 @@ import torch
 import triton
 from foretoken_kernels import reference
 from foretoken_kernels.gpu import matmul_choice, matmul_timing
-from foretoken_kernels.gpu.matmul_choice import ADD, GATE_UP, QKV, ROW_BUCKETS, STORE, Heads, MatmulShape, MatmulTable
-from foretoken_kernels.gpu.matmul_timing import alone, choose, read_choices, timed_table, wide_programs, write_choices
+from foretoken_kernels.gpu.matmul_choice import (
+    ADD,
+    GATE_UP,
+    QKV,
+    ROW_BUCKETS,
+    STORE,
+    Choices,
+    Heads,
+    MatmulShape,
+    MatmulTable,
+)
+from foretoken_kernels.gpu.matmul_timing import (
+    alone,
+    choose,
+    name_of,
+    read_choices,
+    timed_table,
+    wide_programs,
+    write_choices,
+)
 from foretoken_kernels.gpu.rope_kv_write import Rope
 from foretoken_kernels.gpu.skinny_configs import Device, SkinnyConfig, candidates
 
@@ -167,6 +185,41 @@ def test_shapes_have_names_of_their_own() -> None:
     shapes += [MatmulShape(48, 32, QKV, heads=heads._replace(has_norm=True, num_heads=count)) for count in (16, 32)]
     assert len({shape.key for shape in shapes}) == len(shapes)
     assert shapes[5].key == "48x32 qkv bfloat16 32x8x128 bias"
+
+
+def test_matrices_of_another_type_have_other_names() -> None:
+    """Logits are float32, whatever the matrix is."""
+    shape = MatmulShape(48, 32, STORE, torch.float32)
+    assert name_of(shape, torch.bfloat16) == shape.key == "48x32 store float32"
+    assert name_of(shape, torch.float16) == "48x32 store float32 of float16"
+
+
+def test_float16_is_timed_beside_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unfused matmuls of gate and up have the matrices' type, too."""
+    path, asked = tmp_path / "matmuls.json", []
+
+    def made(missing: Mapping[MatmulShape, Sequence[torch.Tensor]], *_: object) -> dict[MatmulShape, Choices]:
+        asked.append({shape: matrices[0].dtype for shape, matrices in missing.items()})
+        return dict.fromkeys(missing, by_rows(r4=SKINNY))
+
+    monkeypatch.setattr(matmul_timing, "_machine", lambda device: "machine")
+    monkeypatch.setattr(matmul_timing, "device_limits", lambda device: Device())
+    monkeypatch.setattr(matmul_timing, "_is_timed", lambda matrices: True)
+    monkeypatch.setattr(matmul_timing, "choose", made)
+    for dtype in (torch.bfloat16, torch.float16, torch.float16):
+        gate_up, logits = MatmulShape(64, 32, GATE_UP, dtype), MatmulShape(48, 32, STORE, torch.float32)
+        table = timed_table({shape: [torch.zeros(*shape[:2], dtype=dtype)] for shape in (gate_up, logits)}, path)
+        plain = MatmulShape(64, 32, STORE, dtype)
+        assert all(table.choice(shape, 3) == SKINNY for shape in (gate_up, logits, plain))
+    assert [set(shapes.values()) for shapes in asked] == [{torch.bfloat16}, {torch.float16}]
+    assert set(read_choices(path, "machine")) == {
+        "64x32 gate_up bfloat16",
+        "64x32 store bfloat16",
+        "48x32 store float32",
+        "64x32 gate_up float16 of float16",
+        "64x32 store float16 of float16",
+        "48x32 store float32 of float16",
+    }
 
 
 def test_without_a_gpu_nothing_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

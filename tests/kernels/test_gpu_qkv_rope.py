@@ -91,8 +91,8 @@ def test_heads_that_are_normed(rows: int, split_k: int, device: str) -> None:
     check(rows, (3, 1, 32), small(32, split_k), True, True, (torch.float32,) * 3, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_element_types(dtype: torch.dtype, cache_dtype: torch.dtype, device: str) -> None:
     check(3, (4, 2, 64), small(64, 1), False, True, (dtype, dtype, cache_dtype), device)
 

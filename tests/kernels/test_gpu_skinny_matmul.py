@@ -39,7 +39,7 @@ def check(
         else:
             skinny_matmul(x, weight, out, workspace, config, mode == "add")
         wanted = expected + (before[:, :out_features].double() if mode == "add" else 0.0)
-        tolerance = 1e-2 if dtypes[1] == torch.bfloat16 else 1e-4
+        tolerance = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtypes[1]]
         torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance * 0.3)
         assert torch.equal(buffer[:, out_features:], before[:, out_features:])
     assert not workspace.counters.any()
@@ -60,8 +60,17 @@ def test_shapes_that_no_tile_divides(shape: tuple[int, int], split_k: int, mode:
 
 
 @pytest.mark.parametrize("mode", ["store", "add", "gate_up"])
-def test_bfloat16_results(mode: str, device: str) -> None:
-    check(3, (64, 128), small(16, 2), (torch.float32, torch.bfloat16), mode, device)
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float16, torch.float16)])
+def test_16_bit_results(mode: str, dtypes: tuple[torch.dtype, torch.dtype], device: str) -> None:
+    check(3, (64, 128), small(16, 2), dtypes, mode, device)
+
+
+def test_a_product_may_be_larger_than_float16_if_its_sum_is_not(device: str) -> None:
+    x = torch.tensor([[300.0, 300.0] + [0.0] * 14], dtype=torch.float16, device=device)
+    weight = torch.tensor([[300.0, -300.0] + [1.0] * 14] * 32, dtype=torch.float16, device=device)
+    out = torch.full((1, 32), 7.0, dtype=torch.float16, device=device)
+    skinny_matmul(x, weight, out, skinny_matmul_workspace(32, 1, device), small(32, 1))
+    assert not out.any()
 
 
 def test_refuses_other_shapes(device: str) -> None:

@@ -18,7 +18,7 @@ from foretoken_kernels.gpu.tree_attention import attention_workspace
 from tests.kernels.attention_cases import Case, Heads, Rows, assert_defined, case, prefill, ragged, rooted, tree
 
 pytestmark = pytest.mark.usefixtures("strict_products")
-DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+DTYPES = [torch.float32, *(pytest.param(t, marks=pytest.mark.slow) for t in (torch.bfloat16, torch.float16))]
 
 
 def strict(seqs: list[Rows], heads: Heads, block_size: int, device: str, **options: object) -> Case:

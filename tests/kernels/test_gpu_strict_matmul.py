@@ -20,6 +20,7 @@ from foretoken_kernels.gpu.strict_matmul import (
 )
 
 pytestmark = pytest.mark.usefixtures("strict_products")
+HALVES = (torch.bfloat16, torch.float16)
 MODES = ("store", "add", "gate_up")
 # Shapes of Llama-3.1-8B; for gate and up, the features of the result.
 SHAPES = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False), (128256, 4096, False)]
@@ -98,11 +99,11 @@ def assert_rows_are_independent(made: Matmul, counts: tuple[int, ...]) -> None:
     for count in counts:
         for first in range(0, rows, count):
             assert torch.equal(made.run(slice(first, first + count)), alone[first : first + count]), (first, count)
-    tolerance = 1e-2 if alone.dtype == torch.bfloat16 else 1e-4
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}[alone.dtype]
     torch.testing.assert_close(alone.double(), made.defined(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, *(pytest.param(t, marks=pytest.mark.slow) for t in HALVES)])
 @pytest.mark.parametrize("split_k", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_have_the_bits_that_they_have_alone(mode: str, split_k: int, dtype: torch.dtype, device: str) -> None:
@@ -137,7 +138,7 @@ def test_launches_of_many_rows_are_cut(mode: str, device: str, monkeypatch: pyte
     assert_rows_are_independent(made, (33, 35))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_a_table_of_one_tile(dtype: torch.dtype, device: str) -> None:
     """The tiles of a model, with the calls of a forward pass; logits are float32."""
     generator = torch.Generator(device).manual_seed(1)

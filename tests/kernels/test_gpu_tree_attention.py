@@ -20,7 +20,7 @@ from foretoken_kernels.gpu.tree_attention import attention_workspace, tree_atten
 from tests.kernels.attention_cases import Heads, Rows, assert_defined, case, prefill, ragged, rooted, tree
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("heads", "block_size"),
     [
@@ -235,6 +235,8 @@ for shape in json.load(sys.stdin):
 """
 SHAPES: list[tuple[str | int, ...]] = [
     ("bf16", 32, 8, 128, 1, 1, 32, 16, 1, 8192),
+    ("fp16", 32, 8, 128, 1, 1, 32, 16, 1, 8192),
+    ("fp16", 32, 8, 128, 16, 64, 1, 16, 2, 8192),
     ("bf16", 32, 8, 128, 1, 32, 32, 16, 1, 8192),
     ("bf16", 32, 8, 128, 1, 8, 32, 16, 1, 2112),
     ("bf16", 32, 8, 128, 16, 8, 1, 16, 1, 2112),

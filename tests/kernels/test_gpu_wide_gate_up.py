@@ -53,7 +53,8 @@ def test_where_it_was_measured_to_pay() -> None:
 
 def test_what_does_not_fit() -> None:
     x, weight = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(32, 64, dtype=torch.bfloat16)
-    assert fits_wide_gate_up(x, weight)
+    assert fits_wide_gate_up(x, weight) and fits_wide_gate_up(x.half(), weight.half())
+    assert not fits_wide_gate_up(x.half(), weight)
     assert not fits_wide_gate_up(x.float(), weight.float())
     assert not fits_wide_gate_up(torch.zeros(4, 65, dtype=torch.bfloat16)[:, :64], weight)
     assert not fits_wide_gate_up(torch.zeros(4, 72, dtype=torch.bfloat16)[:, 1:65], weight)

@@ -1,8 +1,8 @@
 """The text is plain decode's, token for token, with every drafter and sampling field.
 
-Logprobs are equal bit for bit. All models run in strict float32: tiny targets fitted to a repeating
-text, and heads fitted to the targets. Each case asserts that drafted tokens were accepted and
-refused.
+Logprobs are equal bit for bit. All models run in strict numerics, in float32 and some cases in
+float16: tiny targets fitted to a repeating text, and heads fitted to the targets. Each case asserts
+that drafted tokens were accepted and refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
+from drafter_svc.model.placement import ModelPlacement
+from foretoken.models.element_type import DType
 from foretoken.results import FinishReason
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.deployments import KINDS, SeenHarness, Target, Targets
@@ -88,12 +91,12 @@ class Plain:
     def __init__(self) -> None:
         self.results = cache(self._results)
 
-    def _results(self, target: Target, temperature: float) -> dict[str, list[Result]]:
+    def _results(self, target: Target, temperature: float, dtype: DType = "float32") -> dict[str, list[Result]]:
         found = {}
         for case in cases(target, temperature, "none"):
             found[case.field] = []
             for request in case.requests:
-                harness = target.harness({}, prefix_cache=False)
+                harness = target.harness({}, prefix_cache=False, dtype=dtype)
                 found[case.field] += harness.run([request.plain()])
                 harness.drain()
         return found
@@ -190,6 +193,26 @@ def test_prefix_hits(targets: Targets, plain: Plain, kind: str, temperature: flo
             assert result.finished is not None and result.finished.num_cached_tokens >= 16
         ran.append((case, keys))
     check(kind, harness, expected, ran)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_drafters", [torch.float16, torch.float32])
+def test_a_mixed_batch_in_float16(targets: Targets, plain: Plain, kind: str, of_drafters: torch.dtype) -> None:
+    """The target runs in float16; drafters too, or in another type, which converts what they share."""
+    target, drafters = targets.of_kind(kind, ModelPlacement(dtype=of_drafters))
+    expected = plain.results(target, 1.0, "float16")
+    harness = target.harness(drafters, dtype="float16", chunk_tokens=24)
+    ran = [(case, submit(harness, case)) for case in cases(target, 1.0, kind)]
+    finish(harness, [key for _, keys in ran for key in keys])
+    check(kind, harness, expected, ran)
+
+
+def test_a_mixed_batch_with_drafters_alone_in_float16(targets: Targets, plain: Plain) -> None:
+    target, drafters = targets.of_kind("EAGLE3", ModelPlacement(dtype=torch.float16))
+    harness = target.harness(drafters)
+    ran = [(case, submit(harness, case)) for case in cases(target, 1.0, "EAGLE3")]
+    finish(harness, [key for _, keys in ran for key in keys])
+    check("EAGLE3", harness, plain.results(target, 1.0), ran)
 
 
 def test_stop_ids_and_the_grammar_end_texts(targets: Targets, plain: Plain) -> None:

@@ -26,6 +26,8 @@ TARGETS = {
     "Qwen3": ("qwen3", True),
     "MiMo": ("mimo", True),
 }
+# Cells that run in float16, too: each drafter, each kind of MTP layers.
+FLOAT16_CELLS = [*(("llama", drafter) for drafter in DRAFTERS[:4]), ("qwen3", "MTP"), ("mimo", "MTP")]
 CELLS = [(body, drafter) for body, has_mtp in TARGETS.values() for drafter in DRAFTERS if drafter != "MTP" or has_mtp]
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
@@ -55,10 +57,13 @@ def test_on_a_cpu(targets: Targets, body: str, drafter: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("body", "drafter"), CELLS)
-def test_on_a_gpu(targets: Targets, body: str, drafter: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("body", "drafter", "dtype"),
+    [*((*cell, "bfloat16") for cell in CELLS), *((*cell, "float16") for cell in FLOAT16_CELLS)],
+)
+def test_on_a_gpu(targets: Targets, body: str, drafter: str, dtype: str, device: str) -> None:
     def harness(drafters: tuple[str, ...]) -> Harness:
-        return on_device.harness(targets[body], drafters, device, dtype="bfloat16", strict=True)
+        return on_device.harness(targets[body], drafters, device, dtype=dtype, strict=True)
 
     assert_same_text(harness(()), harness((drafter,)), drafter)
 

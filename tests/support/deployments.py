@@ -17,6 +17,7 @@ from drafter_svc.ngram.drafter import NgramDrafter
 from drafter_svc.ngram.settings import NgramSettings
 from foretoken.drafter import Drafter
 from foretoken.models.config import load_config
+from foretoken.models.element_type import DType
 from foretoken.tree import depths
 from tests.references import head_files
 from tests.references.heads import ReferenceEagle, ReferenceEagle3, ReferenceHead, ReferenceMimo, ReferenceQwen3Next
@@ -91,7 +92,7 @@ class Target:
             self._make_heads(folder, vocab_size)
         if name not in WITHOUT_MTP:
             self._add_head("MTP", self.folder, FINAL_STATE)
-        self._runners: dict[int, ModelRunner] = {}
+        self._runners: dict[tuple[int, DType], ModelRunner] = {}
 
     def _make(self, name: str, vocab_size: int) -> PreTrainedModel:
         if name in WITHOUT_MTP:
@@ -141,14 +142,16 @@ class Target:
         folder = None if algorithm == "MTP" else self.head_folders[algorithm]
         return HeadDrafter(algorithm, folder, placement=placement)  # type: ignore[arg-type]
 
-    def runner(self, num_blocks: int) -> ModelRunner:
-        """Return one runner for each size of the cache; no test uses an earlier one's entries."""
-        if num_blocks not in self._runners:
-            runner = ModelRunner(self.folder, threads=1, num_blocks=num_blocks, block_size=BLOCK)
+    def runner(self, num_blocks: int, dtype: DType = "float32") -> ModelRunner:
+        """Return one runner for each size and type of the cache; no test uses an earlier one's
+        entries."""
+        key = num_blocks, dtype
+        if key not in self._runners:
+            runner = ModelRunner(self.folder, dtype=dtype, threads=1, num_blocks=num_blocks, block_size=BLOCK)
             runner.warm_up()
             assert runner.mode == "strict"
-            self._runners[num_blocks] = runner
-        return self._runners[num_blocks]
+            self._runners[key] = runner
+        return self._runners[key]
 
     def harness(
         self,
@@ -156,6 +159,7 @@ class Target:
         *,
         num_blocks: int = 256,
         runner: TargetRunner | None = None,
+        dtype: DType = "float32",
         **options: Any,
     ) -> SeenHarness:
         """Return an engine; ``runner``: this target elsewhere than on the CPU."""
@@ -169,7 +173,7 @@ class Target:
             **options,
         }
         return SeenHarness(
-            runner or self.runner(num_blocks),
+            runner or self.runner(num_blocks, dtype),
             num_blocks=num_blocks,
             block_size=BLOCK,
             drafters=drafters,
@@ -211,8 +215,8 @@ class Targets:
             self._made[name] = Target(self._folder / name, name, **self._options)
         return self._made[name]
 
-    def of_kind(self, kind: str) -> tuple[Target, dict[str, Drafter]]:
+    def of_kind(self, kind: str, placement: ModelPlacement = ON_CPU) -> tuple[Target, dict[str, Drafter]]:
         """Return a target with fresh drafters, by their names."""
         target_name, algorithms = KINDS[kind]
         target = self[target_name]
-        return target, {algorithm.lower(): target.drafter(algorithm) for algorithm in algorithms}
+        return target, {algorithm.lower(): target.drafter(algorithm, placement) for algorithm in algorithms}

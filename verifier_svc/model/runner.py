@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from foretoken.errors import ConfigError, PreconditionError
 from foretoken.kv_cache import KVCache, kv_bytes_per_token
-from foretoken.models.backend import CPU, Backend, default_dtype, device_name
+from foretoken.models.backend import CPU, Backend, device_name
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig, load_config
 from foretoken.models.decoder_weights import Progress, load_decoder_weights
+from foretoken.models.element_type import DType, element_type
 from foretoken.models.llama import HostLlama
 from foretoken.models.row_check import rows_are_independent
 from foretoken.models.target_weights import TargetWeights
@@ -31,8 +32,6 @@ from foretoken.models.weights import Checkpoint, hash_files
 from foretoken.sampling import SAMPLER_VERSION
 from foretoken.transports.shared_weights import SharedWeights
 from verifier_svc.sampling.grammar import LLGUIDANCE_VERSION
-
-DType = Literal["auto", "float32", "bfloat16"]
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ class TargetModel:
 
     Args:
         path: checkpoint folder in Hugging Face's layout.
-        dtype: element type of matrices and cache. "auto": float32 on a CPU, bfloat16 on a GPU.
+        dtype: element type of matrices and cache, as foretoken.models.element_type.
         block_size: KV slots of one block.
         num_blocks: blocks of the cache.
         context_length: tokens of context. 0: the checkpoint's.
@@ -82,7 +81,7 @@ class TargetModel:
     ) -> None:
         self.config: ModelConfig = load_config(path)
         self.max_model_len = context_tokens(self.config, context_length)
-        self.dtype = element_type(dtype, backend)
+        self.dtype = element_type(dtype, backend, path)
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.mode: Literal["strict", "fast"] = "fast"
@@ -244,14 +243,8 @@ def default_threads() -> int:
     return max(len(os.sched_getaffinity(0)) - 1, 1)
 
 
-def element_type(dtype: DType, backend: Backend) -> torch.dtype:
-    """Return the element type of matrices and cache for ``--dtype`` on this backend."""
-    return default_dtype(backend) if dtype == "auto" else getattr(torch, dtype)
-
-
-def cache_bytes_per_token(config: ModelConfig, dtype: DType, backend: Backend = CPU) -> int:
-    """Return the cache bytes of one token in a TargetModel built with ``dtype``."""
-    element = element_type(dtype, backend)
+def cache_bytes_per_token(config: ModelConfig, element: torch.dtype) -> int:
+    """Return the cache bytes of one token in a TargetModel of this element type."""
     return kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, element)
 
 
@@ -268,5 +261,6 @@ def context_tokens(config: ModelConfig, wanted: int) -> int:
 
 
 def _plain(dtype: torch.dtype) -> torch.dtype:
-    """Return the type under which numpy sees a tensor's elements: numpy has no bfloat16."""
-    return torch.uint16 if dtype == torch.bfloat16 else dtype
+    """Return a type of the same size that numpy and numba have: numpy has no bfloat16, numba no
+    float16."""
+    return torch.uint16 if dtype.itemsize == 2 else dtype

@@ -9,6 +9,7 @@ import torch
 from foretoken.models.backend import Backend
 from foretoken.models.config import ModelConfig, load_config
 from foretoken.models.device_sizes import PassSizes
+from foretoken.models.element_type import element_type
 from foretoken.models.flashinfer_attention import workspace_bytes
 from foretoken.models.target_weights import TargetWeights
 from foretoken.models.weights import Checkpoint
@@ -17,7 +18,7 @@ from foretoken.tree import MASK_WORD_BITS
 from verifier_svc.config import VerifierSettings, refuse_gpu_flags
 from verifier_svc.model.attention_choice import flashinfer_passes
 from verifier_svc.model.memory_plan import MemoryPlan, make_plan
-from verifier_svc.model.runner import cache_bytes_per_token, context_tokens, element_type
+from verifier_svc.model.runner import cache_bytes_per_token, context_tokens
 from verifier_svc.model.target_runner import TargetRunner
 
 # Most positions of one sequence that run again for a drafter.
@@ -53,7 +54,7 @@ def memory_plan(settings: VerifierSettings, backend: Backend) -> MemoryPlan:
     if backend.kernels == "cpu":
         refuse_gpu_flags(settings)
     config = load_config(settings.model)
-    element = element_type(settings.dtype, backend)
+    element = element_type(settings.dtype, backend, settings.model)
     has_flashinfer = flashinfer_passes(settings, config, element, backend) != "none"
     with Checkpoint(settings.model) as checkpoint:
         stored = checkpoint.dtype(min(checkpoint.names)).itemsize
@@ -62,7 +63,7 @@ def memory_plan(settings: VerifierSettings, backend: Backend) -> MemoryPlan:
     return make_plan(
         settings,
         weights_bytes=weights_bytes,
-        bytes_per_token=cache_bytes_per_token(config, settings.dtype, backend),
+        bytes_per_token=cache_bytes_per_token(config, element),
         max_model_len=context_tokens(config, settings.context_length),
         available=int(torch.cuda.mem_get_info()[0] * settings.mem_fraction_static) if on_gpu else None,
         buffers_bytes=(_buffers_bytes(settings, config, element) if on_gpu else 0)

@@ -284,7 +284,10 @@ def _children(tree: DraftTree) -> dict[tuple[int, int], int]:
 
 def broken_logits() -> ModelOutputError:
     """Return the error for logits that are NaN or infinite, and so give no token."""
-    return ModelOutputError("the model's logits are NaN or infinite: its weights or the hardware are faulty")
+    return ModelOutputError(
+        "the model's logits are NaN or infinite: its weights or the hardware are faulty, or its numbers are too large "
+        "for float16 (--dtype bfloat16)"
+    )
 
 
 def token_logprobs(logits: Iterable[Float32], token_ids: Sequence[int], top_k: int) -> list[TokenLogprobs]:

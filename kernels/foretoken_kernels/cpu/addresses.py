@@ -28,6 +28,7 @@ def _array_at(dtype: Any) -> Any:
 
 float32_at = _array_at(types.float32)
 uint16_at = _array_at(types.uint16)
+int16_at = _array_at(types.int16)
 int32_at = _array_at(types.int32)
 int64_at = _array_at(types.int64)
 uint64_at = _array_at(types.uint64)

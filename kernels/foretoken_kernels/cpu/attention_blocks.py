@@ -158,7 +158,7 @@ def score_block(
 
     Args:
         query: float32, flat; query q starts at ``at + q * head_dim``.
-        keys: flat, float32 or bfloat16 bits; key p starts at ``offsets[start + p]``.
+        keys: flat, float32, bfloat16 or float16 bits; key p starts at ``offsets[start + p]``.
         partial: float32 [4 * 256]; written. ``sum_rows`` over a query's 256 numbers gives its
             scores.
     """
@@ -179,7 +179,7 @@ def value_block(
 
     Args:
         out: float32, flat; row q starts at ``at + q * head_dim``.
-        values: flat, float32 or bfloat16 bits; value p starts at ``offsets[start + p]``.
+        values: flat, float32, bfloat16 or float16 bits; value p starts at ``offsets[start + p]``.
         weights: float32, flat; row q's sixteen weights start at ``weights_at + q * stride``.
     """
     if size == 4:

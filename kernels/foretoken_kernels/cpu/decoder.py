@@ -18,17 +18,18 @@ from foretoken_kernels.cpu.addresses import (
     array_like,
     as_int64,
     float32_at,
+    int16_at,
     int32_at,
     int64_at,
     uint16_at,
     uint64_at,
 )
 from foretoken_kernels.cpu.attention_blocks import PARTIAL_FLOATS
-from foretoken_kernels.cpu.compile import callback, carray, cgutils, compiled, emitted, inlined, types
+from foretoken_kernels.cpu.compile import callback, carray, cgutils, compiled, emitted, inlined, ir, types
 from foretoken_kernels.cpu.linear import ADD, PANEL, SILU_AND_MULTIPLY, STORE, SUM_FLOATS, linear
 from foretoken_kernels.cpu.rms_norm import rms_norm
 from foretoken_kernels.cpu.rope_kv_write import rope_kv_write
-from foretoken_kernels.cpu.simd import LANES, load, splat, store
+from foretoken_kernels.cpu.simd import HAS_FLOAT16, LANES, load, splat, store
 from foretoken_kernels.cpu.thread_team import barrier, load_symbols, num_threads, thread_num
 from foretoken_kernels.cpu.tree_attention import ROW_TILE, tree_attention
 
@@ -78,9 +79,12 @@ from foretoken_kernels.cpu.tree_attention import ROW_TILE, tree_attention
 
 # Fields of an operation's int64 table. X and OUT name buffers: fields of the table above. Row r of
 # a buffer is the SIZE elements from its offset + r * its stride on.
-(CODE, X, X_STRIDE, X_OFFSET, OUT, OUT_STRIDE, OUT_OFFSET, SIZE, ROWS, WEIGHT, BFLOAT16, MODE, NUM_OPERATION_FIELDS) = (
+(CODE, X, X_STRIDE, X_OFFSET, OUT, OUT_STRIDE, OUT_OFFSET, SIZE, ROWS, WEIGHT, ELEMENT, MODE, NUM_OPERATION_FIELDS) = (
     range(13)
 )
+
+# Element types: what ELEMENT says of a matrix, and types of a KV cache.
+FLOAT32, BFLOAT16, FLOAT16 = range(3)
 
 # Operation codes. What each reads besides X:
 # EMBED: WEIGHT, the [vocabulary, SIZE] embedding, or a head's panels (MODE 1). Rows at position
@@ -146,8 +150,10 @@ def _forward(args: Any, cache: Any) -> None:
         operation = operations[index * NUM_OPERATION_FIELDS : (index + 1) * NUM_OPERATION_FIELDS]
         code = operation[CODE]
         if code == LINEAR:
-            if operation[BFLOAT16]:
+            if operation[ELEMENT] == BFLOAT16:
                 _linear(args, operation, uint16_at(operation[WEIGHT]), sums, team)
+            elif HAS_FLOAT16 and operation[ELEMENT] == FLOAT16:
+                _linear(args, operation, int16_at(operation[WEIGHT]), sums, team)
             else:
                 _linear(args, operation, float32_at(operation[WEIGHT]), sums, team)
         elif code == NORM:
@@ -157,8 +163,10 @@ def _forward(args: Any, cache: Any) -> None:
         elif code == ATTEND:
             _attend(args, operation, cache, team)
         elif code == EMBED:
-            if operation[BFLOAT16]:
+            if operation[ELEMENT] == BFLOAT16:
                 _embed(args, operation, uint16_at(operation[WEIGHT]), team)
+            elif HAS_FLOAT16 and operation[ELEMENT] == FLOAT16:
+                _embed(args, operation, int16_at(operation[WEIGHT]), team)
             else:
                 _embed(args, operation, float32_at(operation[WEIGHT]), team)
         else:
@@ -230,11 +238,15 @@ def _embed(args: Any, operation: Any, table: Any, team: Any) -> None:
 
 @emitted
 def _widen(_typing: Any, value: Any) -> Any:
-    """Return a float32 as it is; convert a uint16 from bfloat16 bits to float32."""
+    """Return a float32 as it is; convert bfloat16 bits (uint16) or float16 bits (int16) to
+    float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if signature.args[0] == types.float32:
             return args[0]
+        if signature.args[0] == types.int16:
+            half = builder.bitcast(args[0], ir.HalfType())
+            return builder.fpext(half, context.get_value_type(types.float32))
         wide = builder.zext(args[0], cgutils.int32_t)
         shifted = builder.shl(wide, cgutils.int32_t(16))
         return builder.bitcast(shifted, context.get_value_type(types.float32))
@@ -302,11 +314,17 @@ def _forward_bfloat16(data: Any) -> None:
     _forward(args, uint16_at(args[HIDDEN]))
 
 
+def _forward_float16(data: Any) -> None:
+    args = carray(as_int64(data), NUM_FIELDS)
+    _forward(args, int16_at(args[HIDDEN]))
+
+
 @cache
-def forward_function(bfloat16_cache: bool) -> Any:
+def forward_function(element: int) -> Any:
     """Return the compiled pass for a KV cache of this element type.
 
     The matrices' element types may differ: each operation states its own.
     """
     load_symbols()
-    return callback(_forward_bfloat16 if bfloat16_cache else _forward_float32)
+    passes = {FLOAT32: _forward_float32, BFLOAT16: _forward_bfloat16, FLOAT16: _forward_float16}
+    return callback(passes[element])

@@ -1,8 +1,8 @@
 """Compute x W^T; each output sums over the input features in ascending order, one fma each.
 
 So a row's result does not depend on the other rows, on the number of threads, or on the CPU.
-Weights are packed into panels of 32 outputs, ``[panels, in_features, 32]``, as float32 or bfloat16
-bits. The last panel is padded with zeros. Threads share the panels.
+Weights are packed into panels of 32 outputs, ``[panels, in_features, 32]``, as float32, bfloat16
+bits or float16 bits. The last panel is padded with zeros. Threads share the panels.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def pack(weight: NDArray[Any]) -> NDArray[Any]:
     """Pack a [out_features, in_features] matrix into panels.
 
     Args:
-        weight: float32, or uint16 holding bfloat16 bits.
+        weight: float32, uint16 holding bfloat16 bits, or int16 holding float16 bits.
 
     Returns:
         The panels, flat, of the same dtype.
@@ -86,7 +86,7 @@ def _emit_sums(
         # was fetched one panel ago, as the next panel's is now.
         next_panel = builder.mul(depth, stride)
         ahead = emit_plus(builder, at, PREFETCH_DISTANCE * PANEL) if 0 in halves else builder.add(at, next_panel)
-        # A cache line holds 32 outputs of bfloat16, or 16 of float32.
+        # A cache line holds 32 outputs of 16 bits, or 16 of float32.
         for half in halves if is_float else halves[:1]:
             emit_prefetch(builder, w_data, emit_plus(builder, ahead, half * LANES))
         for row, start in enumerate(rows):

@@ -27,7 +27,7 @@ def rope_kv_write(
         weights: (bias or empty, query norm or empty, key norm or empty, has_bias, has_norm,
             epsilon).
         cos_sin: float32, flat [positions, 2, head_dim / 2]: cosines, then sines.
-        keys, values: flat [slots, num_kv_heads, head_dim], float32 or bfloat16 bits.
+        keys, values: flat [slots, num_kv_heads, head_dim], float32, bfloat16 or float16 bits.
         team: (thread, num_threads).
     """
     num_heads, num_kv_heads, head_dim = shape

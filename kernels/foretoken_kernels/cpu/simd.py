@@ -8,6 +8,7 @@ it). Sums of products use ``fma``, which rounds once. Only ``reduce_add``, ``red
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +21,16 @@ LANES = 16
 # lanes) and ARM (32 of 4 lanes) hold 8.
 REGISTERS = 32 if cpu_has("avx512f") else 8
 
+# Whether this CPU has instructions that convert float16. Otherwise LLVM would call a library.
+HAS_FLOAT16 = platform.machine() != "x86_64" or cpu_has("f16c")
+
 _F32 = ir.FloatType()
+_F16 = ir.HalfType()
 _I32 = ir.IntType(32)
 _VECTOR = ir.VectorType(_F32, LANES)
 _IVECTOR = ir.VectorType(_I32, LANES)
 _HALVES = ir.VectorType(ir.IntType(16), LANES)
+_F16_VECTOR = ir.VectorType(_F16, LANES)
 
 
 class F32x16Type(types.Type):  # type: ignore[misc]
@@ -50,8 +56,11 @@ def _is_flat(array_type: Any, *dtypes: Any) -> bool:
 
 @emitted
 def load(_typing: Any, array: Any, index: Any) -> Any:
-    """Load ``array[index : index + 16]`` of a flat array, unchecked; uint16 means bfloat16 bits."""
-    if not _is_flat(array, types.float32, types.uint16):
+    """Load ``array[index : index + 16]`` of a flat array, unchecked.
+
+    uint16 means bfloat16 bits, int16 means float16 bits.
+    """
+    if not _is_flat(array, types.float32, types.uint16, types.int16):
         return None
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -61,7 +70,9 @@ def load(_typing: Any, array: Any, index: Any) -> Any:
 
 
 def data_pointer(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
-    return cgutils.create_struct_proxy(array_type)(context, builder, value=array).data
+    """Return the address of an array's elements; ``half *`` for int16, which means float16."""
+    data = cgutils.create_struct_proxy(array_type)(context, builder, value=array).data
+    return builder.bitcast(data, _F16.as_pointer()) if array_type.dtype == types.int16 else data
 
 
 def emit_plus(builder: Any, start: Any, offset: int) -> Any:
@@ -77,6 +88,8 @@ def emit_load(builder: Any, data: Any, index: Any) -> Any:
     element = builder.gep(data, [index])
     if data.type.pointee == _F32:
         return builder.load(builder.bitcast(element, _VECTOR.as_pointer()), align=4)
+    if data.type.pointee == _F16:
+        return builder.fpext(builder.load(builder.bitcast(element, _F16_VECTOR.as_pointer()), align=2), _VECTOR)
     bits = builder.zext(builder.load(builder.bitcast(element, _HALVES.as_pointer()), align=2), _IVECTOR)
     return builder.bitcast(builder.shl(bits, _every(16)), _VECTOR)
 
@@ -89,9 +102,9 @@ def _every(number: int) -> Any:
 def store(_typing: Any, array: Any, index: Any, value: Any) -> Any:
     """Store the lanes to ``array[index : index + 16]``, unchecked.
 
-    uint16 elements get bfloat16 bits, rounded with ties to even.
+    uint16 elements get bfloat16 bits, int16 elements float16 bits, rounded with ties to even.
     """
-    if not _is_flat(array, types.float32, types.uint16):
+    if not _is_flat(array, types.float32, types.uint16, types.int16):
         return None
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -99,6 +112,9 @@ def store(_typing: Any, array: Any, index: Any, value: Any) -> Any:
         element = builder.gep(data, [args[1]])
         if data.type.pointee == _F32:
             builder.store(args[2], builder.bitcast(element, _VECTOR.as_pointer()), align=4)
+        elif data.type.pointee == _F16:
+            rounded = builder.fptrunc(args[2], _F16_VECTOR)
+            builder.store(rounded, builder.bitcast(element, _F16_VECTOR.as_pointer()), align=2)
         else:
             builder.store(_bfloat16_bits(builder, args[2]), builder.bitcast(element, _HALVES.as_pointer()), align=2)
         return context.get_dummy_value()

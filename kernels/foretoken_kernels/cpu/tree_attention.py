@@ -50,7 +50,7 @@ def tree_attention(
         batch: (num_rows, row_seqs, context_lens, masks, mask_words, tree_starts, block_tables,
             max_blocks, context_starts), flat arrays as in the reference.
         query: (float32 flat array, row stride in elements); row r's heads start at r * stride.
-        keys, values: flat [slots, num_kv_heads, head_dim], float32 or bfloat16 bits.
+        keys, values: flat [slots, num_kv_heads, head_dim], float32, bfloat16 or float16 bits.
         out: float32, flat [num_rows, num_heads, head_dim]; written.
         scratch: this thread's (scores float32 [8 * group * score_stride], offsets int64 [8 *
             score_stride], lengths int64 [8], partial float32 [1024], queries and sums float32 [8 *

@@ -42,9 +42,9 @@ def silu_and_multiply(gate_up: torch.Tensor, out: torch.Tensor) -> None:
     """Compute ``out = gate * sigmoid(gate) * up``, element by element (SwiGLU, arXiv 2002.05202).
 
     Args:
-        gate_up: [rows, 2 * size], bfloat16 or float32: gate, then up. Rows may be apart, columns
+        gate_up: [rows, 2 * size], 16-bit or float32: gate, then up. Rows may be apart, columns
             may not.
-        out: [rows, size], bfloat16 or float32; rows may be apart, columns may not. Written.
+        out: [rows, size], 16-bit or float32; rows may be apart, columns may not. Written.
 
     Raises:
         ValueError: shapes or strides do not fit.

@@ -84,8 +84,8 @@ def embed(
 
     Args:
         token_ids: int32 or int64 [rows]; clamped to the table.
-        table: [vocab, size], bfloat16 or float32.
-        out: [rows, size], bfloat16 or float32; rows may be apart, columns may not.
+        table: [vocab, size], 16-bit or float32.
+        out: [rows, size], 16-bit or float32; rows may be apart, columns may not.
         positions: int32 [rows], or None: no row is zeroed.
 
     Raises:
@@ -100,8 +100,8 @@ def copy_rows(x: torch.Tensor, out: torch.Tensor, rows: torch.Tensor | None = No
     """Set ``out[i] = x[rows[i]]``, converted to out's dtype. x and out must not overlap.
 
     Args:
-        x: [num_rows, size], bfloat16 or float32; rows may be apart, columns may not.
-        out: [n, size], bfloat16 or float32; rows may be apart, columns may not.
+        x: [num_rows, size], 16-bit or float32; rows may be apart, columns may not.
+        out: [n, size], 16-bit or float32; rows may be apart, columns may not.
         rows: int32 or int64 [n], clamped to x's rows; None means all rows in order.
 
     Raises:
@@ -115,8 +115,8 @@ def fill_rows(row: torch.Tensor, out: torch.Tensor) -> None:
     """Set ``out[i] = row`` for all i, for example a bias to which a matmul adds.
 
     Args:
-        row: [size], bfloat16 or float32, contiguous.
-        out: [n, size], bfloat16 or float32; rows may be apart, columns may not.
+        row: [size], 16-bit or float32, contiguous.
+        out: [n, size], 16-bit or float32; rows may be apart, columns may not.
     """
     _gather(row.expand(out.shape), out, None, None, 0)
 

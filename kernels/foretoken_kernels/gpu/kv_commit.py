@@ -129,7 +129,7 @@ def kv_commit(
     i``. A move from or to a KV slot that does not exist is skipped.
 
     Args:
-        cache: [planes, slots, slot_size], bfloat16 or float32; a plane is the keys or the values of
+        cache: [planes, slots, slot_size], 16-bit or float32; a plane is the keys or the values of
             one layer. The elements of a KV slot are contiguous. Written in place.
         accepted: int32 [seqs, depth]; the nodes of the accepted path, ascending, without the root.
         num_accepted: int32 [seqs]; how many of them count.

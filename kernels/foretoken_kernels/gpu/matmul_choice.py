@@ -59,7 +59,7 @@ class MatmulShape(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Return the shape's name in a file."""
+        """Return the shape's name, which matmul_timing.name_of writes to a file."""
         words = [f"{self.out_features}x{self.in_features}", self.mode, str(self.out_dtype).removeprefix("torch.")]
         if self.heads is not None:
             *sizes, has_bias, has_norm = self.heads

@@ -53,8 +53,8 @@ def timed_table(weights: Mapping[MatmulShape, Sequence[torch.Tensor]], path: Pat
     Args:
         weights: matrices of each shape, preferably of all layers: calls use them in turn, so that
             none is in the cache. If there are too few, they are copied for the time of the
-            measurement. Only bfloat16 is timed. The matrices of a GATE_UP or QKV shape are timed
-            unfused too, since fusing must beat that.
+            measurement. Only bfloat16 and float16 are timed, and all must have one type. The
+            matrices of a GATE_UP or QKV shape are timed unfused too, since fusing must beat that.
         path: JSON file of results. Results for this GPU and these versions are read from it, and
             new ones are written to it.
 
@@ -64,23 +64,33 @@ def timed_table(weights: Mapping[MatmulShape, Sequence[torch.Tensor]], path: Pat
     timed = {shape: list(matrices) for shape, matrices in weights.items() if _is_timed(matrices)}
     if not timed:
         return MatmulTable()
-    device = next(iter(timed.values()))[0].device
+    first = next(iter(timed.values()))[0]
+    device, dtype = first.device, first.dtype
     for shape in [shape for shape in timed if shape.mode in (GATE_UP, QKV)]:
-        timed.setdefault(shape._replace(mode=STORE, out_dtype=torch.bfloat16, heads=None), timed[shape])
+        timed.setdefault(shape._replace(mode=STORE, out_dtype=dtype, heads=None), timed[shape])
+    names = {shape: name_of(shape, dtype) for shape in timed}
     machine = _machine(device)
     kept = read_choices(path, machine) if path is not None else {}
-    if any(shape.key not in kept for shape in timed):
+    if any(name not in kept for name in names.values()):
         if path is None:
-            kept = _with_missing(timed, {}, device)
+            kept = _with_missing(timed, names, {}, device)
         else:
             # A verifier and its drafters start together. Two timing at once would disturb each
             # other, and one would overwrite the other's choices.
             with alone(path):
-                kept = _with_missing(timed, read_choices(path, machine), device)
+                kept = _with_missing(timed, names, read_choices(path, machine), device)
                 write_choices(path, machine, kept)
-    choices = {shape: kept[shape.key] for shape in timed}
+    choices = {shape: kept[name] for shape, name in names.items()}
     gate_up = [matrices[0] for shape, matrices in timed.items() if shape.mode == GATE_UP]
     return MatmulTable(choices, device, wide_programs(gate_up, device_limits(device)))
+
+
+def name_of(shape: MatmulShape, dtype: torch.dtype) -> str:
+    """Return the name in a file of a shape whose matrices have this type.
+
+    A shape's own key says only the type of the result, which may be float32 for either.
+    """
+    return shape.key if dtype == torch.bfloat16 else f"{shape.key} of {str(dtype).removeprefix('torch.')}"
 
 
 def wide_programs(weights: Sequence[torch.Tensor], limits: Device) -> int:
@@ -102,19 +112,22 @@ def wide_programs(weights: Sequence[torch.Tensor], limits: Device) -> int:
 
 
 def _with_missing(
-    timed: Mapping[MatmulShape, Sequence[torch.Tensor]], kept: dict[str, Choices], device: torch.device
+    timed: Mapping[MatmulShape, Sequence[torch.Tensor]],
+    names: Mapping[MatmulShape, str],
+    kept: dict[str, Choices],
+    device: torch.device,
 ) -> dict[str, Choices]:
-    """Return ``kept`` plus choices for the shapes that it lacks, by MatmulShape.key."""
-    missing = {shape: matrices for shape, matrices in timed.items() if shape.key not in kept}
+    """Return ``kept`` plus choices for the shapes that it lacks, by their names."""
+    missing = {shape: matrices for shape, matrices in timed.items() if names[shape] not in kept}
     if not missing:
         return kept
-    known = {shape: kept[shape.key] for shape in timed if shape.key in kept}
+    known = {shape: kept[name] for shape, name in names.items() if name in kept}
     found = choose(missing, known, device, device_limits(device), graph_microseconds)
-    return kept | {shape.key: by_rows for shape, by_rows in found.items()}
+    return kept | {names[shape]: by_rows for shape, by_rows in found.items()}
 
 
 def _is_timed(matrices: Sequence[torch.Tensor]) -> bool:
-    return bool(matrices) and matrices[0].is_cuda and matrices[0].dtype == torch.bfloat16
+    return bool(matrices) and matrices[0].is_cuda and matrices[0].dtype in (torch.bfloat16, torch.float16)
 
 
 @contextlib.contextmanager

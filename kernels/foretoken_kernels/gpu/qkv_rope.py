@@ -147,10 +147,10 @@ def qkv_rope(
     Sums are float32 until the last operation.
 
     Args:
-        x: [rows, in_features], at most 128 rows; bfloat16, or float32 as weight. Rows may be apart,
+        x: [rows, in_features], at most 128 rows; 16-bit or float32, as weight. Rows may be apart,
             columns may not.
         weight: [(num_heads + 2 * num_kv_heads) * head_dim, in_features], contiguous, x's dtype.
-        out: [rows, (num_heads + 2 * num_kv_heads) * head_dim]; bfloat16 or float32; rows may be
+        out: [rows, (num_heads + 2 * num_kv_heads) * head_dim]; 16-bit or float32; rows may be
             apart, columns may not. Not x. The columns after the queries stay as they are.
         rope: the other arguments of rope_kv_write.
         workspace: from skinny_matmul_workspace, for at least ``config.split_k`` parts; unused if

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 MAX_SIZE = 16384
-_ELEMENTS_PER_WARP = 512  # sixteen elements a lane: two 16-byte loads of bfloat16
+_ELEMENTS_PER_WARP = 512  # sixteen elements a lane: two 16-byte loads of 16-bit numbers
 
 
 def _rms_norm_kernel(
@@ -65,10 +65,10 @@ def rms_norm(
     """Set ``out[i] = x[rows[i]] / sqrt(mean(x^2) + epsilon) * weight`` (arXiv 1910.07467).
 
     Args:
-        x: [num_rows, size], bfloat16 or float32; rows may be apart, columns may not. size is at
+        x: [num_rows, size], 16-bit or float32; rows may be apart, columns may not. size is at
             most 16384.
         weight: float32 [size].
-        out: [n, size], bfloat16 or float32; rows may be apart, columns may not. May be x itself if
+        out: [n, size], 16-bit or float32; rows may be apart, columns may not. May be x itself if
             ``rows`` is None.
         rows: int32 [n], clamped to x's rows; None means all rows in order.
         copy: None, or a tensor like ``out``, not x: first ``copy[i] = x[rows[i]]``, then the norm

@@ -194,7 +194,7 @@ def rope_kv_write(
 
     Args:
         qkv: [rows, num_heads + 2 * num_kv_heads, head_dim], or the same with the last two as one;
-            bfloat16 or float32. Rows may be apart. The queries are replaced; keys and values stay
+            16-bit or float32. Rows may be apart. The queries are replaced; keys and values stay
             as they are.
         bias: [num_heads + 2 * num_kv_heads, head_dim], contiguous in any shape, or None.
         query_norm, key_norm: [head_dim]; both or neither.
@@ -203,7 +203,7 @@ def rope_kv_write(
         positions: int32 [rows]; clamped to cos_sin.
         slot_mapping: int32 or int64 [rows]; KV slots. A row whose KV slot is not in the cache
             writes no KV entry.
-        keys, values: [slots, num_kv_heads, head_dim], bfloat16 or float32; KV slots may be apart.
+        keys, values: [slots, num_kv_heads, head_dim], 16-bit or float32; KV slots may be apart.
         strict: whether a head's norm has the same bits for any number of rows; all other results
             always do.
 

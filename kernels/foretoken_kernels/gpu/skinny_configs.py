@@ -51,7 +51,7 @@ def block_rows(rows: int) -> int:
 
 
 def shared_memory(config: SkinnyConfig, rows: int, gate_up: bool) -> int:
-    """Return the bytes of shared memory of a program's pipeline in bfloat16."""
+    """Return the bytes of shared memory of a program's pipeline of 16-bit numbers."""
     width = config.block_n * (2 if gate_up else 1) + block_rows(rows)
     return width * config.block_k * 2 * config.num_stages
 

@@ -129,11 +129,11 @@ def skinny_matmul(
     up.T)``, where a program has the same features of both. Sums are float32.
 
     Args:
-        x: [rows, in_features], at most 128 rows; bfloat16, or float32 as weight. Rows may be apart,
+        x: [rows, in_features], at most 128 rows; 16-bit or float32, as weight. Rows may be apart,
             columns may not.
         weight: [out_features, in_features], or twice as many rows for ``gate_up``: gate, then up;
             contiguous, x's dtype.
-        out: [rows, out_features], bfloat16 or float32; rows may be apart, columns may not. Not x.
+        out: [rows, out_features], 16-bit or float32; rows may be apart, columns may not. Not x.
         workspace: from skinny_matmul_workspace, for at least ``config.split_k`` parts; unused if
             that is 1.
         config: ``block_n`` counts features of ``out``.

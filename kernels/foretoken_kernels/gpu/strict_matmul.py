@@ -6,7 +6,7 @@ element's products 16 at a time, in ascending order of the input features, in pa
 length, and the parts are added in their order. The number of rows and features of a program changes
 no bit.
 
-Up to 64 rows, a bfloat16 tile has 64 rows, the fewest that Hopper's fastest matrix instruction
+Up to 64 rows, a tile of 16-bit numbers has 64 rows, the fewest that Hopper's fastest matrix instruction
 takes. A missing row costs no memory traffic, and at 64 rows a tensor core still multiplies faster
 than weights arrive (a multiprocessor receives some 32 bytes of them a cycle, 7 TB/s for an H200's
 132). So a decode step of one row waits for memory as in fast mode, and a tree of up to 64 nodes
@@ -184,10 +184,10 @@ def strict_matmul(
     up.T)`` of a weight that holds gate, then up. Sums are float32.
 
     Args:
-        x: [rows, in_features], bfloat16, or float32 as weight. Rows may be apart, columns may not.
+        x: [rows, in_features], 16-bit or float32, as weight. Rows may be apart, columns may not.
         weight: [out_features, in_features], or twice as many rows for ``gate_up``; contiguous, x's
             dtype.
-        out: [rows, out_features], bfloat16 or float32; rows may be apart, columns may not. Not x.
+        out: [rows, out_features], 16-bit or float32; rows may be apart, columns may not. Not x.
         workspace: from strict_workspace for this tile, or a larger one.
         tile: from strict_tile. With another tile for the same weight, the bits may differ.
 

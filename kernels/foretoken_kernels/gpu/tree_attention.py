@@ -431,7 +431,7 @@ def tree_attention(
     become NaN too.
 
     Args:
-        query: [rows, num_heads, head_dim], bfloat16 or float32, last dimension contiguous.
+        query: [rows, num_heads, head_dim], 16-bit or float32, last dimension contiguous.
         keys, values: [slots, num_kv_heads, head_dim], contiguous, of query's dtype.
         row_starts: int32 [seqs + 1], ascending; rows row_starts[s] up to row_starts[s + 1] belong
             to sequence s. Rows from row_starts[seqs] on are padding; their output is not written.

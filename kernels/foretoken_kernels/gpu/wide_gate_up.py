@@ -111,11 +111,13 @@ def pays_wide_gate_up(rows: int, size: int, programs: int) -> bool:
 
 
 def fits_wide_gate_up(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the accelerator accepts the tensors: bfloat16, addresses divisible by 16.
+    """Return whether the accelerator accepts the tensors: 16-bit types, addresses divisible by 16.
 
     Does not check that the GPU has an accelerator.
     """
-    if x.dtype != torch.bfloat16 or weight.dtype != x.dtype or x.stride(1) != 1 or not weight.is_contiguous():
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+        return False
+    if x.stride(1) != 1 or not weight.is_contiguous():
         return False
     strides = (tensor.stride(0) * tensor.element_size() for tensor in (x, weight))
     return all(number % _ALIGNMENT == 0 for number in (*strides, x.data_ptr(), weight.data_ptr()))

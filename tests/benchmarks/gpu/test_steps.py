@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,21 @@ def test_nothing_to_measure_is_a_failure(
     with pytest.raises(SystemExit, match="1"):
         steps.main()
     assert "no row has these settings" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_element_types_are_compared_row_by_row() -> None:
+    def result(dtype: str, *medians: float) -> dict[str, Any]:
+        return {
+            "rows": [
+                {"setting": "plain", "batch": batch, "path": "processes", "dtype": dtype, "median_ms": ms}
+                for batch, ms in zip((1, 16), medians, strict=True)
+            ]
+        }
+
+    table, missed = steps.compare([result("bfloat16", 4.0, 5.0), result("float16", 4.08, 5.11)])
+    assert "| plain | 1 | processes | 4.000 | bfloat16 | 4.080 | float16 | 1.020 |" in table
+    assert missed == ["('plain', 16, 'processes'): float16 takes 1.022 of bfloat16's time"]
+    assert steps.parser().parse_args(["--model", "m", "--drafter-head", "h", "--output", "o"]).dtype == ["auto"]
 
 
 def test_flags_of_the_settings(tmp_path: Path) -> None:

@@ -72,8 +72,10 @@ def test_attributes(folder: Path) -> None:
     assert runner.dtype == torch.float32
     # 12 blocks of 16 tokens, 2 layers, keys and values, 2 heads of 16 float32.
     assert runner.cache.num_bytes == 13 * 16 * 2 * 2 * 2 * 16 * 4
-    assert cache_bytes_per_token(runner.config, "auto") == runner.cache.num_bytes // (13 * 16)
-    assert cache_bytes_per_token(runner.config, "bfloat16") * 2 == cache_bytes_per_token(runner.config, "float32")
+    assert cache_bytes_per_token(runner.config, torch.float32) == runner.cache.num_bytes // (13 * 16)
+    assert cache_bytes_per_token(runner.config, torch.float16) * 2 == cache_bytes_per_token(
+        runner.config, torch.float32
+    )
     # Every parameter once, in float32; panels are filled up to 32 outputs.
     assert runner.weights_bytes >= 4 * (VOCAB * 48 * 2 + 2 * (48 * 128 + 64 * 48 + 3 * 80 * 48))
 
@@ -84,7 +86,7 @@ def test_a_longer_context_than_the_checkpoints_is_refused(folder: Path) -> None:
         build(folder, context_length=129)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_warm_up_finds_strict_mode(folder: Path, dtype: str) -> None:
     seen: list[tuple[int, int]] = []
     runner = build(folder, dtype=dtype, threads=2)
@@ -123,7 +125,7 @@ def test_rows_that_depend_on_their_batch_mean_fast_mode_and_a_warning(
     assert runner.fingerprint != strict_fingerprint
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_committed_path_is_plain_text(folder: Path, dtype: str) -> None:
     """After the commit of path 0-2-4 the next rows have the same bits as without any tree."""
     tokens = np.random.default_rng(0).integers(0, VOCAB, 40)
@@ -153,7 +155,7 @@ def test_commit_refuses_slots_that_are_not_there(folder: Path) -> None:
 def test_the_fingerprint_is_that_of_checkpoint_and_numerics(folder: Path, tmp_path: Path) -> None:
     first = build(folder)
     assert build(folder, threads=2, num_blocks=5).fingerprint == first.fingerprint
-    assert build(folder, dtype="bfloat16").fingerprint != first.fingerprint
+    assert len({build(folder, dtype=dtype).fingerprint for dtype in ("float32", "bfloat16", "float16")}) == 3
     LlamaForCausalLM.from_pretrained(folder).apply(_double_norms).save_pretrained(tmp_path)
     assert build(tmp_path).fingerprint != first.fingerprint
 

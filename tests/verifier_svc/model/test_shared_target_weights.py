@@ -31,7 +31,7 @@ from foretoken.models.target_weights import load_target_weights
 from foretoken.transports.shared_weights import SharedWeights
 from tests.references.head_files import HIDDEN, NUM_LAYERS, VOCAB, eagle_files, random_target, write_folder
 from tests.support.paged_draft import Row, request_of, target_info
-from verifier_svc.config import DrafterEndpoint
+from verifier_svc.config import DrafterEndpoint, Transport
 from verifier_svc.drafters.in_process import InProcessClient
 from verifier_svc.drafters.remote import DrafterClient
 from verifier_svc.model import runner as model_runner
@@ -90,10 +90,10 @@ def _expected(folder: Path, target: TargetInfo) -> Trees:
 
 
 @contextmanager
-def drafter_process(folder: Path, kernels: Kernels, gpu: Backend) -> Iterator[str]:
-    address = f"unix:{folder}/{kernels}.sock"
+def drafter_process(folder: Path, kernels: Kernels, gpu: Backend, dtype: str = "float32") -> Iterator[str]:
+    address = f"unix:{folder}/{kernels}-{dtype}.sock"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    options = [str(folder / "target"), str(folder / "head"), kernels, str(gpu.device)]
+    options = [str(folder / "target"), str(folder / "head"), kernels, str(gpu.device), dtype]
     command = [sys.executable, "-m", "tests.support.eagle_drafter", address, *options]
     process = subprocess.Popen(command, env=environment)
     yield address
@@ -107,16 +107,18 @@ def _addresses(folder: Path, gpu: Backend) -> Iterator[dict[Kernels, str]]:
         yield {"cpu": on_cpu, "gpu": on_gpu}
 
 
-def runner_of(kernels: Kernels, folder: Path, gpu: Backend) -> TargetModel:
+def runner_of(kernels: Kernels, folder: Path, gpu: Backend, dtype: str = "float32") -> TargetModel:
     if kernels == "cpu":
-        return ModelRunner(folder / "target", num_blocks=8, threads=1)
+        return ModelRunner(folder / "target", num_blocks=8, threads=1, dtype=dtype)
     sizes = PassSizes(rows=16, wanted=16, seqs=2, blocks=8)
-    return DeviceRunner(folder / "target", backend=gpu, sizes=sizes, dtype="float32", num_blocks=8)
+    return DeviceRunner(folder / "target", backend=gpu, sizes=sizes, dtype=dtype, num_blocks=8)
 
 
 @contextmanager
-def client_of(address: str, target: TargetInfo, weights: SharedWeights | None) -> Iterator[DrafterClient]:
-    endpoint = DrafterEndpoint(name="eagle", address=address)
+def client_of(
+    address: str, target: TargetInfo, weights: SharedWeights | None, transport: Transport = "auto"
+) -> Iterator[DrafterClient]:
+    endpoint = DrafterEndpoint(name="eagle", address=address, transport=transport)
     client = DrafterClient(endpoint, target, EPOCH, weights=weights)
     client.start()
     try:
@@ -139,7 +141,9 @@ def tree_of(client: DrafterClient | InProcessClient, slot: int) -> list[int]:
 def check(client: DrafterClient | InProcessClient, runner: TargetModel, expected: Trees, *, is_shared: bool) -> None:
     """Assert whether the drafter's head is the runner's: changing one changes the other's trees."""
     assert tree_of(client, 0) == expected.plain
-    runner.weights.head.neg_()
+    head = runner.weights.head
+    # Panels of float16 are bits.
+    (head.view(torch.float16) if head.dtype == torch.int16 else head).neg_()
     assert tree_of(client, 1) == (expected.negated if is_shared else expected.plain)
 
 
@@ -185,8 +189,73 @@ def test_so_does_one_in_the_process(
 ) -> None:
     runner = runner_of(of_target, folder, gpu)
     placement = ON_CPU if of_drafter == "cpu" else ModelPlacement(gpu, torch.float32, graphs=False, warm=False)
+    check_in_process(runner, placement, folder, target, expected, is_shared=of_target == of_drafter)
+
+
+def check_in_process(
+    runner: TargetModel,
+    placement: ModelPlacement,
+    folder: Path,
+    target: TargetInfo,
+    expected: Trees,
+    *,
+    is_shared: bool,
+) -> None:
     drafter = HeadDrafter("EAGLE", folder / "head", placement=placement)
     client = InProcessClient("eagle", drafter, target, EPOCH, weights=runner.target_weights)
     client.start()
-    check(client, runner, expected, is_shared=of_target == of_drafter)
+    check(client, runner, expected, is_shared=is_shared)
     client.close()
+
+
+@pytest.fixture(name="float16_addresses", scope="module")
+def _float16_addresses(folder: Path, gpu: Backend) -> Iterator[dict[Kernels, str]]:
+    with (
+        drafter_process(folder, "cpu", gpu, "float16") as on_cpu,
+        drafter_process(folder, "gpu", gpu, "float16") as on_gpu,
+    ):
+        yield {"cpu": on_cpu, "gpu": on_gpu}
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "grpc"])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_float16_drafter_takes_weights_and_hidden_states_by_either_transport(
+    float16_addresses: dict[Kernels, str],
+    folder: Path,
+    target: TargetInfo,
+    expected: Trees,
+    gpu: Backend,
+    kernels: Kernels,
+    transport: Transport,
+) -> None:
+    """Weights have no way through gRPC: that drafter reads a copy."""
+    runner = runner_of(kernels, folder, gpu, "float16")
+    assert runner.shared_weights is not None
+    with client_of(float16_addresses[kernels], target, runner.shared_weights, transport) as client:
+        check(client, runner, expected, is_shared=transport == "shared-memory")
+
+
+@pytest.mark.parametrize(
+    ("of_target", "of_drafter", "is_shared"),
+    [
+        ("float16", "auto", True),
+        ("bfloat16", "auto", True),
+        ("float32", "auto", False),
+        ("float16", "float32", False),
+        ("float32", "float16", False),
+        ("bfloat16", "float16", False),
+    ],
+)
+def test_a_drafter_of_another_type_on_a_gpu_has_a_copy(
+    folder: Path, target: TargetInfo, expected: Trees, gpu: Backend, of_target: str, of_drafter: str, is_shared: bool
+) -> None:
+    """Its hidden states are converted. With ``auto`` it follows a float16 target."""
+    runner = runner_of("gpu", folder, gpu, of_target)
+    placement = ModelPlacement(
+        gpu,
+        torch.bfloat16 if of_drafter == "auto" else getattr(torch, of_drafter),
+        graphs=False,
+        warm=False,
+        is_auto=of_drafter == "auto",
+    )
+    check_in_process(runner, placement, folder, target, expected, is_shared=is_shared)
