@@ -160,6 +160,9 @@ def verifier(given: Given) -> None:
     settings = service_settings.verifier_settings(given, drafters=endpoints)
     check_together([*(spec.name for spec in held), *(endpoint.name for endpoint in settings.drafters)])
     settings = settings.model_copy(update={"model": service_settings.find_checkpoint(given)})
+    if options.dry_run:
+        # A start checks the same when it loads.
+        _say_all(service_settings.check_target(settings.model))
     inside = {spec.name: service_settings.drafter_settings(given, spec, "unix:/none") for spec in held}
     service_settings.check_drafters(given, inside.values(), settings.model)
     if options.dry_run:

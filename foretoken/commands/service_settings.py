@@ -150,6 +150,7 @@ def stack_settings(given: Given, folder: Path) -> StackSettings:
     for name in ("config.json", "tokenizer.json"):
         if not (model["model"] / name).is_file():
             raise CheckpointError(f"{model['model']} holds no checkpoint: there is no {name}")
+    notices += check_target(model["model"])
     check_drafters(given, [settings for _, settings in drafters], model["model"])
     return StackSettings(
         options,
@@ -217,6 +218,17 @@ def check_drafters(given: Given, drafters: Iterable[DrafterSettings], target: Pa
 
             with at_fault(_drafter_option(given, "token_map")):
                 check_map(token_map, target, path or target)
+
+
+def check_target(path: Path) -> tuple[str, ...]:
+    """Check the target's files as loading would, without reading weights.
+
+    Return what to say about them.
+    """
+    # Imported late: it loads numpy.
+    from foretoken.models import target_check
+
+    return target_check.check_target(path)
 
 
 def find_checkpoint(given: Given) -> Path:
