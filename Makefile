@@ -79,6 +79,8 @@ lint: $(DEV) $(GENERATOR) ## Check style, types, import rules, generated docs an
 	@PYTHONPATH=kernels $(BIN)/lint-imports
 	@$(BIN)/python -m foretoken.commands.settings_table | cmp -s - docs/settings.md \
 	  || { echo "foretoken: docs/settings.md is not of these settings; run: make docs" >&2; exit 1; }
+	@$(BIN)/python -m foretoken.commands.sglang_page | cmp -s - docs/sglang.md \
+	  || { echo "foretoken: docs/sglang.md is not of the table of flags; run: make docs" >&2; exit 1; }
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT \
 	  && mkdir "$$fresh/protos" && cp protos/*.proto protos/__init__.py "$$fresh/protos" \
 	  && here=$$PWD && (cd "$$fresh" && PYTHONPATH="$$here/$(GENERATOR)" "$$here/$(BIN)"/$(PROTOC) protos/*.proto) \
@@ -90,8 +92,9 @@ format: $(DEV) ## Rewrite the code in the project's style.
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-docs: $(DEV) ## Write docs/settings.md from the settings classes.
+docs: $(DEV) ## Write docs/settings.md and docs/sglang.md from the settings classes and the table of SGLang's flags.
 	@$(BIN)/python -m foretoken.commands.settings_table > docs/settings.md
+	@$(BIN)/python -m foretoken.commands.sglang_page > docs/sglang.md
 
 proto: $(GENERATOR) ## Generate the stubs of protos/*.proto.
 	@PYTHONPATH=$(GENERATOR) $(BIN)/$(PROTOC) protos/*.proto

@@ -58,7 +58,8 @@ class DrafterSettings(ComputeSettings, ListenerSettings):
     # FR-Spec, arXiv 2502.14856.
     speculative_token_map: Annotated[Path | None, Flag(metavar="FILE", unset="all")] = Field(
         default=None,
-        description="Token ids that an EAGLE or MTP head may draft (FR-Spec): safetensors or a JSON list.",
+        description="Token ids that an EAGLE or MTP head may draft (FR-Spec): safetensors, a JSON list, or a "
+        "file of torch.save, also ORG/NAME/FILE on the hub.",
     )
     threads: DrafterThreads = 0
     disable_coupled_noise: bool = Field(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import click
 from foretoken.commands import client_commands, corpus_commands, drafter_commands, key_command, offline
 from foretoken.commands.client_commands import program, say
 from foretoken.commands.given import Given
+from foretoken.commands.serve_command import ServeCommand
 from foretoken.commands.settings_command import SettingsCommand
 
 if TYPE_CHECKING:
@@ -56,16 +57,23 @@ class _Commands(click.Group):
         return super().parse_args(ctx, args)
 
 
-def main() -> None:
+def main(
+    words: Sequence[str] | None = None, name: str = "foretoken", defaults: Mapping[str, Any] | None = None
+) -> None:
     """Run the program. Exit with 2 after a user's mistake, with 1 after another ForetokenError.
 
     Either is one line on stderr.
+
+    Args:
+        words: the command line; None: the process's.
+        name: the program's name in help texts.
+        defaults: by command, the values of flags that are not given.
     """
     # gRPC reads it when loaded, and settings load it. The processes fork only to start programs,
     # and gRPC's fork handlers would complain about each start on stderr.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     try:
-        app(prog_name="foretoken")
+        app(words, prog_name=name, default_map=defaults)
     except Exception as error:
         from foretoken.errors import ConfigError, ForetokenError
 
@@ -89,26 +97,30 @@ def app(context: click.Context, version: bool) -> None:
         print(context.get_help())
 
 
-@app.command(cls=SettingsCommand)
+@app.command(cls=ServeCommand)
 def serve(given: Given) -> None:
     """Start gateway, verifier and drafters, and keep them running.
 
-    After Ctrl-C or SIGTERM running streams have 14 seconds to finish; a second Ctrl-C stops at
-    once.
+    SGLang's command lines work as typed. After Ctrl-C or SIGTERM running streams have 14 seconds to
+    finish; a second Ctrl-C stops at once.
     """
     from foretoken.commands.service_settings import ServeOptions, stack_settings
     from foretoken.runtime_folder import runtime_folder
 
+    _say_all(given.notices)
     if given.settings(ServeOptions).dry_run:
         from gateway.tokenizer import Tokenizer
 
         plan = stack_settings(given, Path("/none"))
         # Check the tokenizer's files and the chat template as a gateway would. It takes a second.
         Tokenizer(plan.gateway.model, plan.gateway.chat_template)
+        _say_all(plan.notices)
         _print_plan(plan.verifier, _kinds(settings for _, settings in plan.drafters))
         return
     with runtime_folder() as folder:
-        sys.exit(_supervise(stack_settings(given, folder), folder))
+        settings = stack_settings(given, folder)
+        _say_all(settings.notices)
+        sys.exit(_supervise(settings, folder))
 
 
 @app.command(cls=SettingsCommand)
@@ -148,6 +160,9 @@ def verifier(given: Given) -> None:
     settings = service_settings.verifier_settings(given, drafters=endpoints)
     check_together([*(spec.name for spec in held), *(endpoint.name for endpoint in settings.drafters)])
     settings = settings.model_copy(update={"model": service_settings.find_checkpoint(given)})
+    if options.dry_run:
+        # A start checks the same when it loads.
+        _say_all(service_settings.check_target(settings.model))
     inside = {spec.name: service_settings.drafter_settings(given, spec, "unix:/none") for spec in held}
     service_settings.check_drafters(given, inside.values(), settings.model)
     if options.dry_run:
@@ -284,6 +299,11 @@ def _services(settings: StackSettings, folder: Path) -> list[Service]:
         stack.gateway(gateway_command, gateway_probe, to_environment(gateway), reloads=gateway.is_reloadable)
     )
     return services
+
+
+def _say_all(lines: Iterable[str]) -> None:
+    for line in lines:
+        say(line)
 
 
 def _kinds(drafters: Iterable[DrafterSettings]) -> list[str]:

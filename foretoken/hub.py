@@ -7,6 +7,8 @@ cache folder.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from foretoken.errors import ConfigError
@@ -67,14 +69,46 @@ def resolve(model: str, revision: str | None = None) -> Path:
     return _download(model, revision)
 
 
-def _download(model: str, revision: str | None) -> Path:
-    from huggingface_hub import errors, snapshot_download
+def is_same_folder(one: str, other: str) -> bool:
+    """Whether both texts name one folder."""
+    paths = Path(one).expanduser(), Path(other).expanduser()
+    return all(path.is_dir() for path in paths) and paths[0].samefile(paths[1])
 
-    at = f" at revision {revision}" if revision else ""
-    try:
+
+def resolve_file(name: str) -> Path:
+    """Return the path of a file; download ``ORG/NAME/FILE`` from the hub if there is no such file.
+
+    Raises ConfigError of one line if that fails.
+    """
+    path = Path(name).expanduser()
+    model, _, file = name.rpartition("/")
+    if path.exists() or name.startswith((".", "/", "~")) or not (model and _HUB_ID.fullmatch(model)):
+        # Whoever reads it says what is wrong with it.
+        return path
+    from huggingface_hub import hf_hub_download
+
+    with _plain_errors(model, None, file):
+        return Path(hf_hub_download(model, file))
+
+
+def _download(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    with _plain_errors(model, revision):
         folder = snapshot_download(
             model, revision=revision, allow_patterns=list(ALLOW_PATTERNS), ignore_patterns=list(IGNORE_PATTERNS)
         )
+    return Path(folder)
+
+
+@contextmanager
+def _plain_errors(model: str, revision: str | None, file: str = "") -> Iterator[None]:
+    """Raise ConfigError of one line for the library's errors about a model or one of its files."""
+    from huggingface_hub import errors
+
+    at = f" at revision {revision}" if revision else ""
+    try:
+        yield
     except errors.GatedRepoError:
         raise ConfigError(f"{model} is gated: accept its terms on the hub, then run: hf auth login") from None
     except errors.RevisionNotFoundError:
@@ -85,9 +119,10 @@ def _download(model: str, revision: str | None) -> Path:
         raise ConfigError(
             f"{model}{at} is neither a folder nor a cached model, and the hub does not answer or is switched off"
         ) from None
+    except errors.EntryNotFoundError:
+        raise ConfigError(f"there is no file {file} here or in {model}{at} on the hub") from None
     except Exception as error:  # The library's errors and those of its HTTP client share no base.
         raise ConfigError(f"cannot download {model}{at}: {_first_line(error)}") from error
-    return Path(folder)
 
 
 def _first_line(error: Exception) -> str:

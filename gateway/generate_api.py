@@ -34,6 +34,7 @@ from gateway.tokenizer import Tokenizer
 DEFAULT_MAX_NEW_TOKENS = 128
 UNSUPPORTED = frozenset(
     {"image_data", "video_data", "audio_data", "input_embeds", "lora_path", "session_params", "return_hidden_states"}
+    | {"return_routed_experts"}
 )
 UNSUPPORTED_IN_SAMPLING = frozenset({"ebnf", "stop_regex", "structural_tag", "custom_params"})
 
@@ -170,9 +171,8 @@ def generate_router(core: GatewayCore) -> APIRouter:
         """Continue a prompt, in SGLang's form."""
         body = await http.read_object(request, core.check_open)
         # SGLang's clients send nulls and empty values for fields that they do not use.
-        fields = validate(
-            GenerateFields, {name: v for name, v in body.items() if v is not None}, unsupported=UNSUPPORTED
-        )
+        given = {name: v for name, v in body.items() if v is not None and (v or name not in UNSUPPORTED)}
+        fields = validate(GenerateFields, given, unsupported=UNSUPPORTED)
         sampling_fields = validate(SglangSamplingFields, fields.sampling_params, unsupported=UNSUPPORTED_IN_SAMPLING)
         core.check_model(fields.model)
         prompts, many = await _prompts(core, fields)

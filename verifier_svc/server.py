@@ -23,6 +23,7 @@ from foretoken.limits import ModelLimits
 from foretoken.links import check_listener, read_credentials
 from foretoken.lost_context import exit_if_context_lost
 from foretoken.models.backend import Backend, choose_backend, device_name
+from foretoken.models.target_check import check_target
 from foretoken.models.tokenizer_size import num_token_ids
 from foretoken.tracing import make_tracer
 from protos import verifier_pb2_grpc
@@ -137,6 +138,9 @@ def build(
     progress = progress or ProgressLines()
     backend = choose_backend(settings.device)
     logger.info("the model's device: %s", device_name(backend))
+    for note in check_target(settings.model):
+        # ``foretoken serve`` has said it.
+        logger.info("%s", note)
     settings = with_sizes(settings, backend)
     budget = memory_plan(settings, backend)
     usual = usual_trees(TreeBounds.of(settings))

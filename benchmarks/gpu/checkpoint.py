@@ -20,7 +20,7 @@ import torch
 from benchmarks import environment
 from benchmarks.gpu.sharded import TensorSpec, write_checkpoint
 from foretoken.models.config import load_config, read_config_file
-from foretoken.models.decoder_weights import tensor_shapes
+from foretoken.models.tensor_shapes import tensor_shapes
 
 DEMO = environment.ROOT / "models" / "demo"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")

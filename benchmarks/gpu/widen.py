@@ -53,8 +53,8 @@ from benchmarks.gpu.checkpoint import (
 )
 from benchmarks.gpu.sharded import TensorSpec, write_checkpoint
 from foretoken.models.config import ModelConfig, load_config, read_config_file
-from foretoken.models.decoder_weights import tensor_shapes
 from foretoken.models.draft_config import head_config, head_features
+from foretoken.models.tensor_shapes import tensor_shapes
 from foretoken.models.weights import Checkpoint
 
 COPIES = 3

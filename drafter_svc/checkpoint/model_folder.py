@@ -9,9 +9,11 @@ from pathlib import Path
 
 from drafter_svc.checkpoint.token_map import check_token_map, load_token_map
 from foretoken.errors import CheckpointError, ConfigError, PreconditionError
-from foretoken.models.checkpoint_files import tensor_files, tensor_shape
+from foretoken.models.checkpoint_files import tensor_files, tensor_headers
 from foretoken.models.config import load_config
 from foretoken.models.draft_config import MTP_PREFIXES, HeadConfig, head_config, head_features
+from foretoken.models.head_shapes import check_head_tensors
+from foretoken.models.tensor_shapes import check_decoder
 
 
 def check_head_folder(algorithm: str, path: Path | None, target: Path) -> None:
@@ -24,13 +26,15 @@ def check_head_folder(algorithm: str, path: Path | None, target: Path) -> None:
     config = load_config(target)
     head = check_head(algorithm, path or target)
     num_features = len(head_features(head, config.num_layers))
+    headers = tensor_headers(path or target)
     if head.family != "mtp":
         # EAGLE reads an embedding and one hidden state, EAGLE-3 its hidden states only.
         wanted = config.hidden_size * (2 if head.family == "eagle" else num_features)
         name = head.stored_names["fc.weight"]
-        *_, width = tensor_shape(tensor_files(path or target)[name], name)
+        *_, width = headers[name].shape
         if width != wanted:
             raise ConfigError(f"{path} is a head for another target: {name} takes {width} values, not {wanted}")
+    check_head_tensors(path or target, headers, head, config)
 
 
 def check_map(path: Path, target: Path, head: Path) -> None:
@@ -65,10 +69,11 @@ def check_draft_model(algorithm: str, path: Path | None, target: Path) -> None:
     assert path is not None, f"settings of {algorithm} without a model"
     vocab_size = load_config(target).vocab_size
     draft = load_config(path)
-    tensor_files(path)
+    headers = tensor_headers(path)
     if draft.vocab_size != vocab_size:
         raise ConfigError(f"{path} has a vocabulary of {draft.vocab_size} tokens, the target one of {vocab_size}")
     try:
         check_same_tokenizer(path, target)
     except PreconditionError as error:
         raise ConfigError(error.message) from error
+    check_decoder(path, headers, draft)

@@ -9,26 +9,29 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from drafter_svc.checkpoint.torch_ids import read_ids
 from foretoken.errors import ConfigError, PreconditionError
 
 _INTEGERS = ("I8", "I16", "I32", "I64", "U8", "U16", "U32")
-_PICKLES = (".pt", ".pth", ".bin", ".pkl")
+_SAVED_BY_TORCH = (".pt", ".pth", ".bin")
 
 
 def load_token_map(path: Path) -> NDArray[np.int32]:
     """Return int32 [draft vocabulary]: the target id of each draft id, in the file's order.
 
-    ``path``: a safetensors file with one flat tensor of integers, or a JSON list of ids.
+    ``path``: a safetensors file with one flat tensor of integers, a JSON list of ids, or either of
+    the two from ``torch.save``. Code in the file is never run.
 
     Raises:
         ConfigError: the file is neither, or its map is empty, repeats an id or holds an invalid
             one.
     """
-    if path.suffix in _PICKLES:
-        raise ConfigError(f"{path}: a pickle is never loaded; make it safetensors with: foretoken convert")
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
-    ids = _read_safetensors(path) if path.suffix == ".safetensors" else _read_json(path)
+    if path.suffix == ".safetensors":
+        ids = _read_safetensors(path)
+    else:
+        ids = read_ids(path) if path.suffix in _SAVED_BY_TORCH else _read_json(path)
     if ids.size == 0:
         raise ConfigError(f"{path} is empty")
     if ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:

@@ -18,6 +18,8 @@ class Given:
 
     # By field; nested settings have a mapping of their own.
     values: Mapping[str, Any] = field(default_factory=dict)
+    # What to say at the start about flags that have no use here.
+    notices: tuple[str, ...] = ()
 
     def settings(self, kind: type[Kind], **more: Any) -> Kind:
         """Return settings of ``kind`` from the given values; ``more`` wins. Raises ConfigError."""

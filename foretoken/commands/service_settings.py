@@ -106,6 +106,8 @@ class StackSettings:
     gateway: GatewaySettings
     verifier: VerifierSettings
     drafters: list[tuple[DrafterSpec, DrafterSettings]]
+    # What to say at the start about settings that mean something else here.
+    notices: tuple[str, ...] = ()
 
     def is_inside(self, spec: DrafterSpec) -> bool:
         """Whether a drafter runs in the verifier's process."""
@@ -133,10 +135,11 @@ def stack_settings(given: Given, folder: Path) -> StackSettings:
     verifier = verifier_settings(given, address=address, drafters=[])
     check_endpoint(gateway.otlp_traces_endpoint)
     stack.check_ports(gateway.host, gateway.port, gateway.grpc_port, are_free=not options.dry_run)
-    _check_device(options, verifier)
+    notices: list[str] = []
+    verifier = _on_device(options, verifier, notices)
     drafters = [
         (spec, drafter_settings(given, spec, f"unix:{folder}/drafters/{spec.name}.sock"))
-        for spec in _drafter_specs(given, options)
+        for spec in _drafter_specs(given, options, notices)
     ]
     model = {"model": find_checkpoint(given)}
     endpoints = tuple(
@@ -147,12 +150,14 @@ def stack_settings(given: Given, folder: Path) -> StackSettings:
     for name in ("config.json", "tokenizer.json"):
         if not (model["model"] / name).is_file():
             raise CheckpointError(f"{model['model']} holds no checkpoint: there is no {name}")
+    notices += check_target(model["model"])
     check_drafters(given, [settings for _, settings in drafters], model["model"])
     return StackSettings(
         options,
         gateway.model_copy(update=model),
         verifier.model_copy(update=model | {"drafters": endpoints}),
         drafters,
+        tuple(notices),
     )
 
 
@@ -192,7 +197,8 @@ def drafter_settings(given: Given, spec: DrafterSpec, address: str) -> DrafterSe
         with at_fault(_drafter_option(given, "model")):
             values["speculative_draft_model_path"] = hub.resolve(spec.model).resolve()
     if spec.token_map is not None:
-        values["speculative_token_map"] = spec.token_map.resolve()
+        with at_fault(_drafter_option(given, "token_map")):
+            values["speculative_token_map"] = hub.resolve_file(str(spec.token_map)).resolve()
     if not spec.coupled_noise:
         values["disable_coupled_noise"] = True
     # The other flags that drafters share with the verifier are the verifier's only.
@@ -214,6 +220,17 @@ def check_drafters(given: Given, drafters: Iterable[DrafterSettings], target: Pa
                 check_map(token_map, target, path or target)
 
 
+def check_target(path: Path) -> tuple[str, ...]:
+    """Check the target's files as loading would, without reading weights.
+
+    Return what to say about them.
+    """
+    # Imported late: it loads numpy.
+    from foretoken.models import target_check
+
+    return target_check.check_target(path)
+
+
 def find_checkpoint(given: Given) -> Path:
     """Return the folder of MODEL; download a hub id."""
     return hub.resolve(given.values["model"], given.settings(GatewayOptions).revision).resolve()
@@ -223,7 +240,7 @@ def _served_names(given: Given) -> dict[str, Any]:
     return {"served_model_names": given.values.get("served_model_names") or (hub.default_name(given.values["model"]),)}
 
 
-def _drafter_specs(given: Given, options: ServeOptions) -> list[DrafterSpec]:
+def _drafter_specs(given: Given, options: ServeOptions, notices: list[str]) -> list[DrafterSpec]:
     """Return a stack's drafters, from --drafter or --speculative-algorithm.
 
     The demo model brings its own drafters if no flag names one.
@@ -242,7 +259,7 @@ def _drafter_specs(given: Given, options: ServeOptions) -> list[DrafterSpec]:
     elif hub.is_demo(given.values["model"]) and not (options.speculative_algorithm or path or token_map):
         specs = _demo_drafters(hub.demo_folder())
     else:
-        name = find_algorithm(options.speculative_algorithm or "NGRAM").name
+        name, path = _meant(options.speculative_algorithm or "NGRAM", path, given.values["model"], notices)
         fields = {"name": name.lower(), "algorithm": name, "model": path, "token_map": token_map}
         specs = [build(DrafterSpec, fields)]
     check_together([spec.name for spec in specs])
@@ -252,6 +269,24 @@ def _drafter_specs(given: Given, options: ServeOptions) -> list[DrafterSpec]:
             spec_text(spec)
     _check_options_given(given, specs, "a drafter of --speculative-algorithm ")
     return specs
+
+
+def _meant(typed: str, path: str | None, target: str, notices: list[str]) -> tuple[str, str | None]:
+    """Return the algorithm that was meant and its model.
+
+    To SGLang, EAGLE and NEXTN are one: whether there are MTP layers in the target's checkpoint, or
+    a head in a folder of its own, follows from the draft model.
+    """
+    name = find_algorithm(typed).name
+    if typed.upper() not in ("EAGLE", "NEXTN"):
+        return name, path
+    if path is None or path == target or hub.is_same_folder(path, target):
+        if name != "MTP":
+            notices.append(f"--speculative-algorithm {typed}: the target's MTP layers draft, as with MTP")
+        return "MTP", None
+    if name != "EAGLE":
+        notices.append(f"--speculative-algorithm {typed}: the head in {path} drafts, as with EAGLE")
+    return "EAGLE", path
 
 
 def _demo_drafters(folder: Path) -> list[DrafterSpec]:
@@ -285,8 +320,11 @@ def _check_options_given(given: Given, specs: Iterable[DrafterSpec], needed: str
             raise ConfigError(f"{flag} has an effect only with {needed}{row.name}")
 
 
-def _check_device(options: ServeOptions, settings: VerifierSettings) -> None:
-    """Raise ConfigError for settings that this machine cannot run. Needs no library."""
+def _on_device(options: ServeOptions, settings: VerifierSettings, notices: list[str]) -> VerifierSettings:
+    """Return the settings for this machine. Needs no library.
+
+    Raises ConfigError for what it cannot run.
+    """
     from foretoken.mps import DRIVER
 
     has_driver = DRIVER.exists()
@@ -295,5 +333,12 @@ def _check_device(options: ServeOptions, settings: VerifierSettings) -> None:
     on_cpu = settings.device == "cpu" or not has_driver
     if options.mps == "on" and on_cpu:
         raise ConfigError("--mps on: models do not run on an NVIDIA GPU here")
-    if on_cpu:
-        refuse_gpu_flags(settings)
+    if not on_cpu:
+        return settings
+    share = VerifierSettings.model_fields["mem_fraction_static"]
+    if settings.mem_fraction_static != share.default:
+        # SGLang's command lines have it, and without a GPU it can only mean less.
+        notices.append("--mem-fraction-static: models run on the CPU here; --max-total-tokens limits the cache")
+        settings = settings.model_copy(update={"mem_fraction_static": share.default})
+    refuse_gpu_flags(settings)
+    return settings

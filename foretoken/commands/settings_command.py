@@ -73,7 +73,7 @@ class SettingsCommand(click.Command):
         except (OSError, ValueError) as error:
             raise ConfigError(f"--config: cannot read {file}: {error}") from None
         names = {setting.key: name for name, setting in self.settings.items()}
-        ctx.default_map = {}
+        ctx.default_map = dict(ctx.default_map or {})
         for key, value in found.items():
             if key not in names:
                 raise ConfigError(f"--config: {file}: there is no setting {key!r}")

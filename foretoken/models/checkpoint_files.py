@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -18,28 +18,42 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-def tensor_files(path: Path) -> dict[str, Path]:
-    """Return the file of each tensor in a checkpoint folder, by the tensor's name, without reading
-    tensors.
+class TensorHeader(NamedTuple):
+    """Where a tensor is stored, and how."""
+
+    file: Path
+    shape: tuple[int, ...]
+    # As safetensors names it: F32.
+    dtype: str
+
+
+def tensor_headers(path: Path) -> dict[str, TensorHeader]:
+    """Return the header of each tensor in a checkpoint folder, by the tensor's name, without
+    reading tensors.
 
     Raises:
         CheckpointError: a file is missing, truncated or not safetensors.
     """
-    found: dict[str, Path] = {}
+    found: dict[str, TensorHeader] = {}
     for file in find_files(path):
         handle = open_file(file, "numpy")
-        found |= dict.fromkeys(handle.keys(), file)
+        for name in handle.keys():  # noqa: SIM118 - not a dict
+            found[name] = tensor_header(file, handle, name)
         handle.__exit__(None, None, None)
     check_index(path, found)
     return found
 
 
-def tensor_shape(file: Path, name: str) -> tuple[int, ...]:
-    """Return the shape of a tensor in ``file`` without reading it. Raises as ``tensor_files``."""
-    handle = open_file(file, "numpy")
-    shape = tuple(handle.get_slice(name).get_shape())
-    handle.__exit__(None, None, None)
-    return shape
+def tensor_header(file: Path, handle: Any, name: str) -> TensorHeader:
+    """Return the header of a tensor in an open file."""
+    part = handle.get_slice(name)
+    return TensorHeader(file, tuple(part.get_shape()), part.get_dtype())
+
+
+def tensor_files(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor in a checkpoint folder, by the tensor's name. Raises as
+    ``tensor_headers``."""
+    return {name: header.file for name, header in tensor_headers(path).items()}
 
 
 def check_index(path: Path, found: Container[str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from foretoken.errors import CheckpointError, ConfigError
+from foretoken.models.config_keys import refused_key, unknown_keys
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
 # transformers has no class for these, so their checkpoints name their own code, which is not needed
@@ -115,6 +116,8 @@ def load_config(path: Path) -> ModelConfig:
         ConfigError: the model type or a feature is not supported; names it.
     """
     raw = read_config_file(path)
+    if numeric := unknown_keys(raw, _ConfigFile.model_fields)[0]:
+        raise ConfigError(_refusal(path / "config.json", raw, *numeric))
     generation = _read_json(path / "generation_config.json") or {}
     return parse_config(raw, path / "config.json", generation)
 
@@ -137,6 +140,12 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return raw
 
 
+def unread_keys(path: Path) -> list[str]:
+    """Return the keys of the folder's config.json that nothing here knows; none changes the
+    numbers."""
+    return unknown_keys(read_config_file(path), _ConfigFile.model_fields)[1]
+
+
 def parse_config(raw: dict[str, Any], file: Path, generation: dict[str, Any]) -> ModelConfig:
     """Return the config of the fields of config.json and generation_config.json.
 
@@ -145,6 +154,8 @@ def parse_config(raw: dict[str, Any], file: Path, generation: dict[str, Any]) ->
     if raw.get("model_type") not in MODEL_TYPES:
         supported = ", ".join(MODEL_TYPES)
         raise ConfigError(f"model_type {raw.get('model_type')!r} is not supported; there is: {supported}")
+    if (key := refused_key(raw)) is not None:
+        raise ConfigError(_refusal(file, raw, key))
     try:
         parsed = _ConfigFile.model_validate(_DEFAULTS[raw["model_type"]] | raw)
     except ValidationError as error:
@@ -152,6 +163,11 @@ def parse_config(raw: dict[str, Any], file: Path, generation: dict[str, Any]) ->
         field = ".".join(map(str, first["loc"]))
         raise CheckpointError(f"{file}: {field}: {first['msg']}") from error
     return _reduce(parsed, generation)
+
+
+def _refusal(file: Path, raw: dict[str, Any], *keys: str) -> str:
+    shown = ", ".join(f"{key} {json.dumps(raw[key])}" for key in keys)
+    return f"{file}: {shown} is not supported; it changes the model's numbers"
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ import torch
 from foretoken.errors import CheckpointError
 from foretoken.models.backend import CPU, Backend
 from foretoken.models.config import ModelConfig
+from foretoken.models.tensor_shapes import check_decoder, tensor_shapes
 from foretoken.models.weight_layout import WeightLayout, are_finite, weight_layout
 from foretoken.models.weights import Checkpoint
 
@@ -65,32 +66,6 @@ class DecoderWeights:
         return sum(tensor.nbytes for tensor in self.tensors())
 
 
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor in a checkpoint of this model, by its Hugging Face name."""
-    size, middle = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, size)}
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        shapes[f"{prefix}.input_layernorm.weight"] = (size,)
-        for name, out_features in (("q", queries), ("k", keys), ("v", keys)):
-            shapes[f"{prefix}.self_attn.{name}_proj.weight"] = (out_features, size)
-            if config.qkv_bias:
-                shapes[f"{prefix}.self_attn.{name}_proj.bias"] = (out_features,)
-        if config.head_norm:
-            shapes[f"{prefix}.self_attn.q_norm.weight"] = (config.head_dim,)
-            shapes[f"{prefix}.self_attn.k_norm.weight"] = (config.head_dim,)
-        shapes[f"{prefix}.self_attn.o_proj.weight"] = (size, queries)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (size,)
-        shapes[f"{prefix}.mlp.gate_proj.weight"] = (middle, size)
-        shapes[f"{prefix}.mlp.up_proj.weight"] = (middle, size)
-        shapes[f"{prefix}.mlp.down_proj.weight"] = (size, middle)
-    shapes["model.norm.weight"] = (size,)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, size)
-    return shapes
-
-
 def load_decoder_weights(
     config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress, backend: Backend = CPU
 ) -> DecoderWeights:
@@ -101,7 +76,7 @@ def load_decoder_weights(
             ``dtype``.
     """
     shapes = tensor_shapes(config)
-    _check_names(config, checkpoint, shapes)
+    check_decoder(checkpoint.path, checkpoint.headers, config)
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
     layout = weight_layout(backend, dtype, [checkpoint.dtype(name) for name in matrices])
     reader = TensorReader(checkpoint, layout)
@@ -131,23 +106,6 @@ def load_embedding_and_head(config: ModelConfig, reader: TensorReader) -> tuple[
         head = layout.matrix(embedding)
         return head, head
     return layout.table(embedding), layout.matrix(reader.read("lm_head.weight", shape))
-
-
-# Prefixes of tensors that belong to a checkpoint's own draft heads (foretoken.models.draft_config).
-_DRAFT_PREFIXES = {"mimo": "model.mtp_layers.", "qwen3": "mtp."}
-
-
-def _check_names(config: ModelConfig, checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError for an unknown tensor.
-
-    Draft heads and two kinds of tensors that old exporters leave in the file are allowed.
-    """
-    leftovers = {name for name in checkpoint.names if name.endswith(".rotary_emb.inv_freq")}
-    if config.tie_word_embeddings:
-        leftovers.add("lm_head.weight")
-    if config.model_type in _DRAFT_PREFIXES:
-        leftovers |= {name for name in checkpoint.names if name.startswith(_DRAFT_PREFIXES[config.model_type])}
-    checkpoint.check_all_known(shapes.keys() | leftovers)
 
 
 class TensorReader:

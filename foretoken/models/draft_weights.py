@@ -15,6 +15,7 @@ from foretoken.models.backend import CPU, Backend
 from foretoken.models.config import ModelConfig
 from foretoken.models.decoder_weights import LayerWeights, TensorReader, load_layer
 from foretoken.models.draft_config import HeadConfig, head_features
+from foretoken.models.head_shapes import check_head_tensors, reads_embedding
 from foretoken.models.target_weights import TargetWeights, load_target_weights
 from foretoken.models.weight_layout import weight_layout
 from foretoken.models.weights import Checkpoint
@@ -105,8 +106,8 @@ def load_head_weights(source: HeadSource, config: HeadConfig) -> HeadWeights:
     path, token_map = source.path, source.token_map
     with Checkpoint(path) as checkpoint:
         loader = _HeadLoader(source, checkpoint, config)
+        check_head_tensors(path, checkpoint.headers, config, source.target_config)
         modules = loader.modules()
-        loader.check_all_known()
         own = loader.own_vocabulary()
         own_tensors = [tensor for module in modules for tensor in module.tensors()]
         own_tensors += [tensor for tensor in (own.embedding, own.head) if tensor is not None]
@@ -189,22 +190,6 @@ class _HeadLoader:
         load = self._mimo if layout == "mimo" else self._qwen3_next
         return tuple(load(depth) for depth in range(self._config.num_depths))
 
-    def check_all_known(self) -> None:
-        """Raise CheckpointError for an unknown tensor, except those that all exporters leave in the
-        file."""
-        names, ignored = self._config.stored_names, {"embed_tokens.weight", "lm_head.weight", "t2d", "d2t"}
-        if self._config.family == "mtp":
-            ignored = set()
-        unknown = sorted(
-            stored
-            for name, stored in names.items()
-            if name not in self._reader.names_read | ignored and not name.endswith("rotary_emb.inv_freq")
-        )
-        if unknown:
-            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-            file = self._checkpoint.file_of(unknown[0])
-            raise CheckpointError(f"{file}: tensor {unknown[0]}{more} is not part of this draft head")
-
     def check_finite(self, laid_out: list[torch.Tensor]) -> None:
         """As TensorReader."""
         self._reader.check_finite(laid_out)
@@ -218,12 +203,7 @@ class _HeadLoader:
         return _OwnVocabulary(embedding, head, size, target_ids)
 
     def _embedding(self) -> torch.Tensor | None:
-        """Return EAGLE-3's own embedding, if its width differs from the target's or its config
-        names the target's."""
-        config = self._config
-        needed = self._size != self._target.hidden_size
-        named = config.target_hidden_size is not None and self._has("embed_tokens.weight")
-        if config.family != "eagle3" or not (needed or named):
+        if not reads_embedding(self._config, self._target):
             return None
         table = self._reader.read("embed_tokens.weight", (self._target.vocab_size, self._size))
         return self._reader.layout.table(table)
@@ -237,8 +217,6 @@ class _HeadLoader:
             raise ConfigError(f"{self._path}: draft_vocab_size with tie_word_embeddings is not supported")
         head = self._reader.matrix("lm_head.weight", (size, self._size))
         if not self._has("d2t"):
-            if size != target:
-                raise CheckpointError(f"{self._path}: tensor d2t is missing: {size} draft tokens of {target}")
             return head, size, None
         # The tensor holds offsets, not ids.
         ids = self._checkpoint.read_integers(config.stored_names["d2t"], size) + np.arange(size)
@@ -257,11 +235,6 @@ class _HeadLoader:
 
     def _eagle(self) -> ModuleWeights:
         body = self._config.body
-        if body.hidden_size != self._target.hidden_size:
-            raise ConfigError(
-                f"{self._path}: an EAGLE head of hidden size {body.hidden_size} does not match a target of "
-                f"{self._target.hidden_size}"
-            )
         layers = []
         for index in range(body.num_layers):
             has_norm = self._has(f"layers.{index}.input_layernorm.weight")
@@ -273,10 +246,6 @@ class _HeadLoader:
     def _eagle3(self) -> ModuleWeights:
         body, reader, size = self._config.body, self._reader, self._size
         width = self._config.target_hidden_size or self._target.hidden_size
-        if width != self._target.hidden_size:
-            raise ConfigError(
-                f"{self._path}: target_hidden_size {width} does not match a target of {self._target.hidden_size}"
-            )
         layers = [load_layer(body, reader, "layers.0", qkv_features=2 * size, input_norm="")]
         for index in range(1, body.num_layers):
             norm = "hidden_norm" if self._has(f"layers.{index}.hidden_norm.weight") else "input_layernorm"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from foretoken.errors import CheckpointError
-from foretoken.models.checkpoint_files import INDEX, check_index, find_files, open_file
+from foretoken.models.checkpoint_files import INDEX, TensorHeader, check_index, find_files, open_file, tensor_header
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Checkpoints up to this size are hashed whole, larger ones by sampled blocks.
@@ -58,6 +58,11 @@ class Checkpoint:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._places)
+
+    @property
+    def headers(self) -> dict[str, TensorHeader]:
+        """The headers of all tensors, by name."""
+        return {name: tensor_header(file, handle, name) for name, (file, handle) in self._places.items()}
 
     @property
     def num_bytes(self) -> int:
@@ -101,14 +106,6 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape in which a tensor is stored."""
         return tuple(self._place(name)[1].get_slice(name).get_shape())
-
-    def check_all_known(self, known: Iterable[str]) -> None:
-        """Raise CheckpointError if a tensor is not in ``known``: the model would ignore a part of
-        its training."""
-        unknown = sorted(self.names - set(known))
-        if unknown:
-            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-            raise CheckpointError(f"{self.file_of(unknown[0])}: tensor {unknown[0]}{more} is not part of this model")
 
     def _place(self, name: str) -> tuple[Path, Any]:
         if name not in self._places:

@@ -28,6 +28,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
         fake = SimpleNamespace(run=record(name), make_drafter=lambda settings: settings, plan=lambda settings: "a plan")
         monkeypatch.setattr(package, "server", fake, raising=False)
         monkeypatch.setitem(sys.modules, f"{package.__name__}.server", fake)
+    monkeypatch.setattr("foretoken.models.target_check.check_target", lambda path: ())
     return seen
 
 
@@ -46,4 +47,5 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Service]:
     monkeypatch.setattr("foretoken.supervisor.Supervisor", Recorder)
     # The tests' folders have only the names of a checkpoint's files.
     monkeypatch.setattr(Algorithm, "check_files", lambda algorithm, path, target: None)
+    monkeypatch.setattr("foretoken.models.target_check.check_target", lambda path: ())
     return seen

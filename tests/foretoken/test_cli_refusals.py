@@ -121,7 +121,7 @@ def test_dry_run_refuses_a_drafter_that_could_not_start(tmp_path: Path, served: 
     "words",
     [
         ("--attention-backend", "flashinfer"),
-        ("--mem-fraction-static", "0.5"),
+        ("--disable-cuda-graph",),
         ("--disable-overlap-schedule",),
         ("--numerics", "fast"),
     ],

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from foretoken.errors import ConfigError
-from foretoken.hub import default_name, resolve
+from foretoken.hub import default_name, resolve, resolve_file
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "1" * 40
@@ -30,6 +30,7 @@ FILES = {
     "merges.txt": b"a b",
     "chat_template.jinja": b"{{ messages }}",
     "pytorch_model.bin": b"a pickle",
+    "freq_8.pt": b"a map",
     "modeling_evil.py": b"import os",
     "tokenization_evil.py": b"import os",
     "tokenizer.py": b"import os",
@@ -41,9 +42,10 @@ WANTED = {"config.json", "model.safetensors", "tokenizer.json", "merges.txt", "c
 RESOLVE = """
 import sys
 from foretoken.errors import ConfigError
-from foretoken.hub import resolve
+from foretoken.hub import resolve, resolve_file
+find = resolve_file if sys.argv[1].endswith(".pt") else resolve
 try:
-    print(resolve(*sys.argv[1:]))
+    print(find(*sys.argv[1:]))
 except ConfigError as error:
     sys.exit(f"ConfigError: {error}")
 """
@@ -88,7 +90,10 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(200, json.dumps(entries).encode())
         elif path.startswith("/org/model/resolve/") and "/".join(parts[4:]) in FILES:
             data = FILES["/".join(parts[4:])]
-            self.reply(200, data, {"ETag": f'"{etag(data)}"', "X-Repo-Commit": parts[3]})
+            commit = COMMIT if parts[3] == "main" else parts[3]
+            self.reply(200, data, {"ETag": f'"{etag(data)}"', "X-Repo-Commit": commit})
+        elif path.startswith("/org/model/resolve/"):
+            self.reply(404, b'{"error": "no file"}', {"X-Error-Code": "EntryNotFound"})
         else:
             self.reply(404, b'{"error": "not found"}', {"X-Error-Code": "RepoNotFound"})
 
@@ -244,3 +249,16 @@ def test_the_demo_model_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # An existing folder still means itself.
     (tmp_path / "demo").mkdir()
     assert (resolve("demo"), default_name("demo")) == (Path("demo"), "demo")
+
+
+def test_one_file_of_the_hub_is_downloaded_alone(hub: Hub, tmp_path: Path) -> None:
+    found = hub.resolve("org/model/freq_8.pt")
+    assert Path(found.stdout.strip()).read_bytes() == FILES["freq_8.pt"], found.stderr
+    assert {path for path in hub.server.paths if "/resolve/" in path} == {"/org/model/resolve/main/freq_8.pt"}
+    missing = hub.resolve("org/model/freq_9.pt")
+    assert missing.stderr == "ConfigError: there is no file freq_9.pt here or in org/model on the hub\n"
+    # A file here wins; a path that is no id is left to its reader.
+    local = tmp_path / "map.pt"
+    local.touch()
+    for name in (str(local), "./none/map.pt", "none.pt", "a/b/c/none.pt"):
+        assert resolve_file(name) == Path(name)

@@ -17,6 +17,8 @@ async def test_generate_reports_meta_info(stack: Stack) -> None:
     stack.verifier.script = steps(run[:1], run[1:], reason=LENGTH, stats=STATS)
     sampling = {"max_new_tokens": 50, "temperature": 0, "ignore_eos": True, "stop": None}
     body = {"text": "def add", "sampling_params": sampling, "lora_path": None, "return_logprob": False}
+    # As SGLang's bench_serving sends it.
+    body |= {"return_routed_experts": False, "logprob_start_len": -1, "image_data": []}
     answer = (await stack.http.post("/generate", json=body)).json()
     assert (answer["text"], answer["output_ids"]) == ("hello world", run)
     info = answer["meta_info"]
@@ -94,6 +96,7 @@ BAD: list[tuple[str, dict[str, object]]] = [
     ("wrong", {"text": "a", "sampling_params": {"wrong": 1}}),
     ("wrong", {"text": "a", "wrong": 1}),
     ("image_data", {"text": "a", "image_data": "x"}),
+    ("return_routed_experts", {"text": "a", "return_routed_experts": True}),
     ("logprob_start_len", {"text": "a", "logprob_start_len": -2}),
     ("top_logprobs_num", {"text": "a", "top_logprobs_num": 21}),
 ]

@@ -1,0 +1,112 @@
+"""The keys of config.json that are not read: which are harmless, and which change the numbers.
+
+A model whose config has a key that changes the numbers, and that no code here reads, would be
+served wrongly without an error. Such keys are refused by name, unless their value asks for nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+# Keys of other architectures that change the numbers; their values that change nothing, besides
+# null, false, and an empty text, list or object.
+REFUSED: dict[str, tuple[object, ...]] = {
+    "attention_multiplier": (),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "scale_emb": (1,),
+    "scale_depth": (),
+    "dim_model_base": (),
+    "query_pre_attn_scalar": (),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "clip_qkv": (),
+    "rotary_pct": (1,),
+    "rotary_dim": (),
+    "rope_interleaved": (),
+    "rope_local_base_freq": (),
+    "no_rope_layers": (),
+    "no_rope_layer_interval": (),
+    "position_embedding_type": ("rope", "rotary", "absolute"),
+    "alibi": (),
+    "use_qk_norm": (),
+    "qk_norm": (),
+    "qk_layernorm": (),
+    "attention_chunk_size": (),
+    "attn_temperature_tuning": (0,),
+    "dual_chunk_attention_config": (),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
+    "n_routed_experts": (0, 1),
+    "kv_lora_rank": (),
+    "compression_config": (),
+    "quantization": (),
+}
+# Keys without a meaning for the numbers of inference.
+HARMLESS = frozenset(
+    {
+        *(
+            "architectures",
+            "auto_map",
+            "transformers_version",
+            "dtype",
+            "torch_dtype",
+            "_name_or_path",
+            "model_max_length",
+        ),
+        *("use_cache", "initializer_range", "attention_dropout", "hidden_dropout", "pretraining_tp", "use_bfloat16"),
+        *("bos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id", "mask_token_id"),
+        *("decoder_start_token_id", "max_length", "min_length", "max_sequence_length", "tokenizer_class"),
+        *("is_decoder", "is_encoder_decoder", "tie_encoder_decoder", "torchscript", "pruned_heads", "prefix"),
+        *("add_cross_attention", "cross_attention_hidden_size", "chunk_size_feed_forward", "tf_legacy_loss"),
+        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
+        *("return_dict", "output_attentions", "output_hidden_states", "output_scores", "return_dict_in_generate"),
+        *("bad_words_ids", "begin_suppress_tokens", "suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+        *("do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty"),
+        *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size"),
+        *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "num_return_sequences"),
+        *("remove_invalid_values", "_attn_implementation_autoset", "_flash_attn_2_enabled", "attn_implementation"),
+        # They have a meaning only beside keys that are read.
+        *("max_window_layers", "original_max_position_embeddings", "num_nextn_predict_layers"),
+        # Marks of the programs that trained or converted the model.
+        *("is_llama_config", "unsloth_version", "unsloth_fixed", "neftune_noise_alpha"),
+    }
+)
+# Parts of the names of keys that change the numbers, in all architectures of transformers.
+_NUMERIC = re.compile(
+    r"scal(e|ing|ar)|multiplier|soft_?cap|clip|rope|rotary|alibi|position_embedding|window|sink|norm|bias|expert|moe"
+    r"|mup|chunk|temperature|qk_|logit|latent|lora|ssm|mamba|conv(_|\d|$)|per_layer|shared_kv|cross_attention|quant|residual"
+    r"|act(ivation)?_f"
+)
+# Values of any key that ask for nothing. In Python 0 is False and 1 is True.
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
+
+
+def refused_key(raw: dict[str, Any], table: dict[str, tuple[object, ...]] = REFUSED) -> str | None:
+    """Return the first key of ``table`` with a value that changes the numbers; None if none has."""
+    for key, neutral in table.items():
+        value = raw.get(key)
+        if value is not False and value not in _NOTHING and (isinstance(value, bool) or value not in neutral):
+            return key
+    return None
+
+
+def unknown_keys(raw: dict[str, Any], read: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the keys that are neither read nor known: those that change the numbers, and others.
+
+    Args:
+        read: keys that the caller reads.
+    """
+    numeric: list[str] = []
+    others: list[str] = []
+    for key, value in raw.items():
+        if key in read or key in HARMLESS or key in REFUSED:
+            continue
+        asks_for_nothing = value in _NOTHING or value is False or (not isinstance(value, bool) and value in (0, 1))
+        if not asks_for_nothing:
+            (numeric if _NUMERIC.search(key) else others).append(key)
+    return sorted(numeric), sorted(others)
