@@ -71,6 +71,8 @@ MAX_BAD_TOKENS = 16_384
 PRIORITY_RANGE = Range(-(2**31), 2**31 - 1)
 # UTF-8 bytes of a grammar's text, by its kind.
 MAX_GRAMMAR_BYTES = {"json_schema": 128 * 1024, "json_object": 0, "regex": 16 * 1024, "lark": 256 * 1024}
+# Of a grammar in EBNF, which Python code converts: its time grows faster than the text.
+MAX_EBNF_BYTES = 16 * 1024
 MAX_N = 16
 MAX_PROMPTS_PER_REQUEST = 64
 MAX_DRAFT_TOKENS = Range(0, 255)
@@ -101,6 +103,9 @@ MAX_TOOL_CALLS = 16
 # Brackets, blanks and operators in the arguments of one call in Python: parsing takes some tens of
 # milliseconds for these. A longer call is content.
 MAX_PYTHONIC_MARKS = 8192
+# Variables that one request gives to the chat template, and their bytes as JSON.
+MAX_TEMPLATE_KWARGS = 64
+MAX_TEMPLATE_KWARGS_BYTES = 64 * 1024
 # Corpora of one drafter, and tokens that one call adds.
 MAX_CORPORA = 64
 MAX_CORPUS_TOKENS = 1_000_000
