@@ -168,6 +168,26 @@ async def test_masks_and_priority_reach_the_verifier(stack: Stack, url: str) -> 
         assert (spaced in got) == (alone[0] != spaced[0] and len(alone) == len(spaced))
 
 
+async def test_responses_and_messages_take_them_too(stack: Stack) -> None:
+    sampling = {
+        "allowed_token_ids": [5, 3],
+        "bad_words": ["add"],
+        "priority": 4,
+        "truncate_prompt_tokens": 2,
+        "later": 1,
+    }
+    for url, body in (
+        ("/v1/responses", {"input": "hello"}),
+        ("/v1/messages", {"messages": HELLO["messages"], "max_tokens": 9}),
+    ):
+        answer = await stack.http.post(url, json={**body, **sampling})
+        assert answer.status_code == 200 and answer.headers[HEADER] == "later", answer.text
+        submitted = stack.verifier.submitted[-1]
+        assert (submitted.priority, len(submitted.prompt_token_ids)) == (4, 2)
+        assert list(submitted.sampling.allowed_token_ids) == [5, 3]
+        assert list(submitted.sampling.bad_token_ids[0].ids) == stack.ids("add")
+
+
 async def test_grpc_takes_masks_priority_and_truncation(stack: Stack) -> None:
     async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
@@ -410,6 +430,13 @@ def sampled(stack: Stack) -> tuple[float, float, int, float, float, int]:
         params.repetition_penalty,
         params.max_tokens,
     )
+
+
+async def test_responses_and_messages_have_the_same_defaults(configured: Stack) -> None:
+    answer = (await configured.http.post("/v1/responses", json={"input": "hello", "top_p": 1.0})).json()
+    assert sampled(configured) == (0.6, 1.0, 20, 0.0, 1.05, 40) and answer["temperature"] == 0.6
+    await configured.http.post("/v1/messages", json={**HELLO, "max_tokens": 50, "temperature": 1.0})
+    assert sampled(configured) == (1.0, 0.95, 20, 0.0, 1.05, 50)
 
 
 @pytest.mark.parametrize(("url", "max_tokens"), [(COMPLETION, 16), (CHAT, 40), (GENERATE, 40)])
