@@ -39,11 +39,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     "min tokens": {"min_tokens": 40, "stop_token_ids": tuple(ids_of("99", "x"))},
     "stop ids": {"stop_token_ids": tuple(ids_of("7", "}")), "min_tokens": 20},
     "grammar": {"grammar": GRAMMAR},
-    "allowed tokens": {"allowed_token_ids": tuple(token for token in range(VOCAB) if token not in ids_of("3", "x"))},
-    "bad words": {"bad_token_ids": tuple(tuple(ids_of(*each)) for each in BAD_WORDS)},
     "logprobs": {"logprobs": 3},
     "prompt logprobs": {"logprobs": 0, "prompt_logprobs": 2},
     "n = 2": {"presence_penalty": 0.5},
+    "allowed tokens": {"allowed_token_ids": tuple(token for token in range(VOCAB) if token not in ids_of("3", "x"))},
+    "bad words": {"bad_token_ids": tuple(tuple(ids_of(*each)) for each in BAD_WORDS)},
 }
 
 
