@@ -60,11 +60,19 @@ SAMPLING_RANGES: dict[str, Range] = {
 }
 LOGIT_BIAS_RANGE = Range(-100.0, 100.0)
 MAX_LOGIT_BIAS_ENTRIES = 1024
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_ALLOWED_TOKEN_IDS = 8192
+# Texts that a request bans, and the tokens of all their sequences: each text may have two.
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_BAD_TOKENS = 16_384
+PRIORITY_RANGE = Range(-(2**31), 2**31 - 1)
 # UTF-8 bytes of a grammar's text, by its kind.
 MAX_GRAMMAR_BYTES = {"json_schema": 128 * 1024, "json_object": 0, "regex": 16 * 1024, "lark": 256 * 1024}
+# Of a grammar in EBNF, which Python code converts: its time grows faster than the text.
+MAX_EBNF_BYTES = 16 * 1024
 MAX_N = 16
 MAX_PROMPTS_PER_REQUEST = 64
 MAX_DRAFT_TOKENS = Range(0, 255)
@@ -95,6 +103,9 @@ MAX_TOOL_CALLS = 16
 # Brackets, blanks and operators in the arguments of one call in Python: parsing takes some tens of
 # milliseconds for these. A longer call is content.
 MAX_PYTHONIC_MARKS = 8192
+# Variables that one request gives to the chat template, and their bytes as JSON.
+MAX_TEMPLATE_KWARGS = 64
+MAX_TEMPLATE_KWARGS_BYTES = 64 * 1024
 # Corpora of one drafter, and tokens that one call adds.
 MAX_CORPORA = 64
 MAX_CORPUS_TOKENS = 1_000_000
@@ -226,6 +237,13 @@ def check_sampling(params: SamplingParams, model: ModelLimits) -> None:
         check_number("logit_bias", bias, LOGIT_BIAS_RANGE)
     check_count("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)
     check_token_ids("stop_token_ids", params.stop_token_ids, model.vocab_size)
+    check_count("allowed_token_ids", len(params.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS)
+    check_token_ids("allowed_token_ids", params.allowed_token_ids, model.vocab_size)
+    check_count("bad_words", len(params.bad_token_ids), 2 * MAX_BAD_WORDS)
+    check_tokens("bad_words", sum(map(len, params.bad_token_ids)), MAX_BAD_TOKENS)
+    for sequence in params.bad_token_ids:
+        check_count("bad_words", len(sequence), MAX_BAD_TOKENS, least=1)
+        check_token_ids("bad_words", sequence, model.vocab_size)
     if params.min_tokens > params.max_tokens:
         raise InvalidRequestError("min_tokens must not be greater than max_tokens", field="min_tokens")
     if params.grammar is not None:

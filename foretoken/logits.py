@@ -80,6 +80,9 @@ def process_logits(
     row = penalize(row, params, prompt_ids, output_ids)
     if allowed_ids is not None:
         row = mask_tokens(row, set(range(len(row))).difference(allowed_ids))
+    if params.allowed_token_ids:
+        row = mask_tokens(row, set(range(len(row))).difference(params.allowed_token_ids))
+    row = mask_tokens(row, completing_tokens(params.bad_token_ids, output_ids))
     if len(output_ids) < params.min_tokens:
         row = mask_tokens(row, stop_token_ids(params, eos_ids))
     row = mask_tokens(row, range(len(row) if vocab_limit is None else vocab_limit, len(row)))
@@ -110,6 +113,12 @@ def penalize(row: Float32, params: SamplingParams, prompt_ids: Iterable[int], ou
         out[token_id] -= np.float32(params.frequency_penalty) * np.float32(output_ids.count(token_id))
         out[token_id] -= np.float32(params.presence_penalty)
     return out
+
+
+def completing_tokens(bad_token_ids: Iterable[Sequence[int]], output_ids: Sequence[int]) -> set[int]:
+    """Return the tokens that would complete one of these sequences after the output."""
+    output = tuple(output_ids)
+    return {bad[-1] for bad in bad_token_ids if output[len(output) - len(bad) + 1 :] == tuple(bad[:-1])}
 
 
 def mask_tokens(row: Float32, token_ids: Iterable[int]) -> Float32:

@@ -12,15 +12,17 @@ every tree node:
                            the output includes the node's ancestors in the tree
      3. grammar mask       removes tokens that the grammar forbids after output and ancestors; stop tokens
                            are only allowed when the output is complete
-     4. min-tokens mask    removes stop tokens while the output has fewer than min_tokens tokens
-     5. vocabulary mask    removes ids beyond the tokenizer's, the rows of a padded head
-     6. temperature        divides; greedy takes the argmax here
-     7. top-k              keeps the k largest logits and all that equal the k-th
-     8. top-p              keeps the shortest run of the most likely tokens that holds the mass; of equal
+     4. token masks        remove all but the allowed tokens, and each token that would complete a bad
+                           sequence after output and ancestors
+     5. min-tokens mask    removes stop tokens while the output has fewer than min_tokens tokens
+     6. vocabulary mask    removes ids beyond the tokenizer's, the rows of a padded head
+     7. temperature        divides; greedy takes the argmax here
+     8. top-k              keeps the k largest logits and all that equal the k-th
+     9. top-p              keeps the shortest run of the most likely tokens that holds the mass; of equal
                            logits, the lower id comes first
-     9. min-p              keeps tokens with at least this share of the best token's probability
-    10. noise              added, keyed by seed, position, choice and token id
-    11. argmax             of equal values, the lowest id
+    10. min-p              keeps tokens with at least this share of the best token's probability
+    11. noise              added, keyed by seed, position, choice and token id
+    12. argmax             of equal values, the lowest id
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 # Part of a model's fingerprint. Raise it when the same logits, parameters and seed can give another
-# text. Version 2 added grammars: a verifier of version 1 would continue a resumed output without
-# its grammar.
-SAMPLER_VERSION = 2
+# text. Version 2 added grammars, version 3 Lark grammars and token masks: an older verifier would
+# continue a resumed output without them.
+SAMPLER_VERSION = 3
 
 # A temperature below this is greedy: dividing by it would overflow float32.
 MIN_TEMPERATURE = 1e-5
@@ -76,6 +78,10 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    # Only these tokens may be sampled; empty: all.
+    allowed_token_ids: tuple[int, ...] = ()
+    # Sequences of tokens that the output must not contain.
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,11 @@ def is_greedy(params: SamplingParams) -> bool:
     Top-k, top-p and min-p then have no effect.
     """
     return params.temperature < MIN_TEMPERATURE
+
+
+def has_token_masks(params: SamplingParams) -> bool:
+    """Return whether the host masks tokens, since a mask may depend on the tokens before."""
+    return params.grammar is not None or bool(params.allowed_token_ids or params.bad_token_ids)
 
 
 def noise_key(seed: int) -> tuple[int, int]:

@@ -50,18 +50,28 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
     # Check before copying: a message may hold millions of entries.
     limits.check_count("logit_bias", len(message.logit_bias), limits.MAX_LOGIT_BIAS_ENTRIES)
     limits.check_count("stop_token_ids", len(message.stop_token_ids), limits.MAX_STOP_TOKEN_IDS)
+    limits.check_count("allowed_token_ids", len(message.allowed_token_ids), limits.MAX_ALLOWED_TOKEN_IDS)
+    limits.check_count("bad_words", len(message.bad_token_ids), 2 * limits.MAX_BAD_WORDS)
+    limits.check_tokens("bad_words", sum(len(each.ids) for each in message.bad_token_ids), limits.MAX_BAD_TOKENS)
     values = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
     return SamplingParams(
         **values,
         logit_bias=dict(message.logit_bias),
         stop_token_ids=tuple(message.stop_token_ids),
         grammar=_grammar_from_proto(message),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_token_ids=tuple(tuple(each.ids) for each in message.bad_token_ids),
     )
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
     """Return a message with every field set, including defaults."""
-    message = common_pb2.SamplingParams(logit_bias=params.logit_bias, stop_token_ids=params.stop_token_ids)
+    message = common_pb2.SamplingParams(
+        logit_bias=params.logit_bias,
+        stop_token_ids=params.stop_token_ids,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_token_ids=[common_pb2.TokenSequence(ids=ids) for ids in params.bad_token_ids],
+    )
     for name in _OPTIONAL_SAMPLING:
         value = getattr(params, name)
         if value is not None:

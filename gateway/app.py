@@ -24,6 +24,7 @@ from gateway.core import GatewayCore
 from gateway.corpora_api import corpora_router
 from gateway.drafters_api import drafters_router
 from gateway.generate_api import generate_router
+from gateway.ignored_fields import IgnoredFieldsMiddleware
 from gateway.messages import VerifierInfo
 from gateway.openai_api import openai_router
 from gateway.openapi.document import complete, methods_of
@@ -59,6 +60,7 @@ def _add_middleware(app: FastAPI, core: GatewayCore) -> None:
     settings = core.settings
     reject = functools.partial(_reject, core)
     app.add_middleware(BodyMiddleware, budget=core.bodies)
+    app.add_middleware(IgnoredFieldsMiddleware, is_strict=settings.strict_fields)
     app.add_middleware(AccessMiddleware, policy=core.policy, reject=reject)
     if settings.allowed_origins:
         # Without it, browsers hide the answers from pages. It comes before the check of keys, because a
@@ -119,6 +121,8 @@ def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
             {
                 "version": foretoken.__version__,
                 "model": core.settings.served_model_name,
+                "generation_config": core.settings.generation_config,
+                "sampling_defaults": core.sampling_defaults.as_dict(),
                 "verifiers": [_verifier(address, info) for address, info in infos.items()],
             }
         )

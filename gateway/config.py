@@ -53,6 +53,16 @@ class GatewaySettings(ServedModelSettings):
     chat_template: Annotated[Path | None, Flag(metavar="FILE", unset="the tokenizer's")] = Field(
         default=None, description="Jinja file that replaces the tokenizer's chat template."
     )
+    generation_config: Literal["auto", "vllm", "none"] = Field(
+        default="auto",
+        description="Sampling defaults of requests that set none: auto: the checkpoint's generation_config.json; vllm, "
+        "none: OpenAI's, which are vLLM's too (temperature 1, nothing else).",
+    )
+    strict_fields: bool = Field(
+        default=False,
+        description="Refuse unknown fields of requests with 400. Otherwise the header x-foretoken-ignored-fields names "
+        "them.",
+    )
     tool_call_parser: Annotated[str, Flag(metavar="auto, none or NAME")] = Field(
         default="auto",
         description="Form of the model's tool calls: hermes, llama3_json, mistral or pythonic; vLLM's and SGLang's "

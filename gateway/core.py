@@ -29,6 +29,7 @@ from gateway.messages import VerifierInfo
 from gateway.metrics import GatewayMetrics
 from gateway.request_span import end_span, refused_span, start_span
 from gateway.running import RunningRequests
+from gateway.sampling_defaults import SamplingDefaults
 from gateway.tokenizer import SHORT_TEXT_CHARS, SHORT_TEXT_TOKENS, Tokenizer
 from gateway.verifier_pool import VerifierPool
 
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 # field.
 REFUSALS = frozenset(error.status.name.lower() for error in (QueueFullError, InvalidRequestError))
 # Leave as many processors to the event loop and the verifier.
+# More words that an output must not contain are encoded in a thread.
+SHORT_BAD_WORDS = 16
 MAX_TEXT_THREADS = max(1, (os.cpu_count() or 1) // 2)
 ResultT = TypeVar("ResultT")
 
@@ -84,6 +87,11 @@ class GatewayCore:
         self.running = RunningRequests()
         # Aborts a tenant's requests by name, in all gateway processes.
         self.abort: Callable[[str | None, str], Awaitable[int]] = self._abort_here
+        self.sampling_defaults = (
+            SamplingDefaults.of_checkpoint(settings.model)
+            if settings.generation_config == "auto"
+            else SamplingDefaults()
+        )
         self.chat_forms = ChatForms(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         self._text_threads = ThreadPoolExecutor(MAX_TEXT_THREADS, "text")
         self._tracer = tracer
@@ -136,18 +144,51 @@ class GatewayCore:
         """Run ``work`` on a long text in one of a few threads, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
 
-    async def encode(self, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> Prompt:
-        """Return a prompt's text with its token ids.
+    async def encode(
+        self, text: str, *, field: str = "prompt", add_special_tokens: bool = True, keep_last: int | None = None
+    ) -> Prompt:
+        """Return a prompt's text with its token ids, at most the last ``keep_last``.
 
         Raises ContextLengthError naming ``field`` if it is too long.
         """
         max_model_len = (await self.info()).max_model_len
-        check = functools.partial(limits.check_prompt_length, field, max_model_len=max_model_len)
+
+        def check(num_tokens: int, /, *, at_least: bool = False) -> None:
+            if keep_last is None:
+                limits.check_prompt_length(field, num_tokens, max_model_len, at_least=at_least)
+            else:
+                limits.check_tokens(field, num_tokens, max(limits.MAX_TOKENIZED_IDS, max_model_len))
+
         check(self.tokenizer.min_tokens(len(text)), at_least=True)
         limits.check_prompt_size(field, len(text), max_model_len)
         limits.check_unicode(field, text)
         limits.check_prompt_size(field, len(text), max_model_len, num_bytes=len(text.encode()))
-        return Prompt(await self.token_ids(text, check, field=field, add_special_tokens=add_special_tokens), text)
+        ids = await self.token_ids(text, check, field=field, add_special_tokens=add_special_tokens)
+        return cut_prompt(Prompt(ids, text), keep_last)
+
+    async def num_kept(self, truncate: int | None, max_tokens: int) -> int | None:
+        """Return how many of a prompt's last tokens ``truncate_prompt_tokens`` keeps; None: all.
+
+        -1 keeps what the context has room for beside ``max_tokens``, or beside one token.
+        """
+        if truncate is None:
+            return None
+        field, max_model_len = "truncate_prompt_tokens", (await self.info()).max_model_len
+        limits.check_number(field, truncate, limits.Range(-1, max_model_len - 1))
+        if truncate == 0:
+            raise InvalidRequestError(f"{field} must not be 0: a prompt has at least one token", field=field)
+        return truncate if truncate > 0 else max_model_len - (max_tokens if max_tokens < max_model_len else 1)
+
+    async def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of texts that an output must not contain.
+
+        As in vLLM each text is encoded alone, and after a space if that changes its first token and
+        not the number of tokens.
+        """
+        if not words:
+            return ()
+        encode = functools.partial(_bad_sequences, self.tokenizer, words)
+        return encode() if len(words) <= SHORT_BAD_WORDS else await self.in_text_thread(encode)
 
     async def encode_prediction(self, text: str, *, field: str) -> tuple[int, ...]:
         """Return the token ids of the output that the client expects.
@@ -206,6 +247,7 @@ class GatewayCore:
         for prompt in request.prompts:
             limits.check_prompt(prompt.ids, model, field=prompt_field)
         check_stop(request.stop)
+        limits.check_number("priority", request.priority, limits.PRIORITY_RANGE)
         limits.check_prediction(request.prediction_ids, model)
         if request.prediction_ids and len(request.prompts) > 1:
             # One text can be expected from several choices of a prompt, not from several prompts.
@@ -324,6 +366,26 @@ class GatewayCore:
                 **caller.log_fields,
             },
         )
+
+
+def cut_prompt(prompt: Prompt, keep_last: int | None) -> Prompt:
+    """Return the prompt's last ``keep_last`` tokens; None: all. The text of a cut prompt is unknown."""
+    if keep_last is None or len(prompt.ids) <= keep_last:
+        return prompt
+    return Prompt(prompt.ids[-keep_last:])
+
+
+def _bad_sequences(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    sequences = []
+    for word in words:
+        alone, spaced = (
+            tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (word.lstrip(), " " + word.lstrip())
+        )
+        if alone:
+            sequences.append(alone)
+        if spaced and (not alone or (spaced[0] != alone[0] and len(spaced) == len(alone))):
+            sequences.append(spaced)
+    return tuple(dict.fromkeys(sequences))
 
 
 def check_stop(stops: Sequence[str]) -> None:

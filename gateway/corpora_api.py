@@ -15,7 +15,7 @@ from foretoken.corpora import token_bytes
 from foretoken.errors import InvalidRequestError
 from gateway import http
 from gateway.core import GatewayCore
-from gateway.fields import Fields, is_id_list, validate
+from gateway.fields import ClosedFields, is_id_list, validate
 from gateway.operator import call_all
 from protos import verifier_pb2
 
@@ -25,7 +25,7 @@ CALL_TIMEOUT_S = 150.0
 MAX_JSON_VALUES = limits.MAX_CORPUS_TOKENS + limits.MAX_JSON_VALUES
 
 
-class CorpusFields(Fields):
+class CorpusFields(ClosedFields):
     """Body of POST /v1/corpora."""
 
     name: str = Field(description="1 to 64 characters of a-z, 0-9, _, . and -.")

@@ -13,7 +13,7 @@ from foretoken import limits
 from foretoken.errors import InvalidRequestError
 from gateway import http
 from gateway.core import GatewayCore
-from gateway.fields import Fields, validate
+from gateway.fields import ClosedFields, validate
 from gateway.messages import DrafterInfo
 from gateway.operator import call_all
 from gateway.verifier_client import VerifierClient
@@ -24,7 +24,7 @@ from protos import verifier_pb2
 CALL_TIMEOUT_S = 30.0
 
 
-class DrafterFields(Fields):
+class DrafterFields(ClosedFields):
     """Body of POST /v1/drafters."""
 
     name: str = Field(description="1 to 64 characters of a-z, 0-9, _, . and -; not auto nor merge.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -14,24 +14,35 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from foretoken import limits
 from foretoken.errors import InvalidRequestError
 from foretoken.sampling import SpeculationOptions
+from gateway.ignored_fields import ignored_fields
 
 logger = logging.getLogger(__name__)
 
 # Larger bodies are parsed in a thread, by a few calls. Each holds the GIL for some milliseconds;
 # the event loop goes on between them.
 INLINE_BODY_BYTES = 256 * 1024
+# Values with which an unsupported field asks for nothing.
+NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
+# JavaScript's numbers hold integers of 53 bits.
+SEED_BITS = 53
 
 
 class Fields(BaseModel):
-    """Base of request bodies: types are not converted, unknown fields are refused."""
+    """Base of request bodies: types are not converted, and ``validate`` warns of unknown fields."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+class ClosedFields(Fields):
+    """Base of objects in which a misspelt field would change what the client gets: it is refused."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 FieldsT = TypeVar("FieldsT", bound=Fields)
 
 
-class SpeculativeFields(Fields):
+class SpeculativeFields(ClosedFields):
     """Our extension: how this request uses speculation. It never changes the text."""
 
     enabled: bool = True
@@ -69,24 +80,59 @@ def parse_object(body: bytes, max_values: int = limits.MAX_JSON_VALUES) -> dict[
 
 
 def validate(
-    kind: type[FieldsT], body: dict[str, Any], *, ignored: Collection[str] = (), unsupported: Collection[str] = ()
+    kind: type[FieldsT],
+    body: dict[str, Any],
+    *,
+    ignored: Collection[str] = (),
+    unsupported: Collection[str] | Mapping[str, str] = (),
+    prefix: str = "",
 ) -> FieldsT:
-    """Return the fields of a body. A null counts as absent; ``ignored`` fields have no effect."""
+    """Return the fields of a body. A null counts as absent; ``ignored`` fields have no effect.
+
+    An ``unsupported`` field is refused unless its value asks for nothing. Unknown fields are
+    ignored with a warning, or refused if the server or ``kind`` says so. ``prefix`` comes before
+    their names.
+    """
     values: dict[str, Any] = {}
+    unknown: list[str] = []
+    is_closed = kind.model_config.get("extra") == "forbid" or ignored_fields().is_strict
     for name, value in body.items():
         known = name in kind.model_fields
         if value is None and (known or name in ignored or name in unsupported):
             continue
         if name in unsupported:
-            raise InvalidRequestError(f"{name} is not supported yet", field=name)
-        if known or name not in ignored:
+            if value in NOTHING:
+                continue
+            reason = unsupported[name] if isinstance(unsupported, Mapping) else ""
+            raise InvalidRequestError(f"{name} is not supported{reason and ': '}{reason}", field=name)
+        if known:
             values[name] = value
-        else:
+        elif name in ignored:
             logger.debug("ignored field", extra={"field": name})
+        elif is_closed:
+            raise _unknown_field(name)
+        elif value is not None:
+            unknown.append(prefix + name)
     try:
-        return kind.model_validate(values)
+        fields = kind.model_validate(values)
     except ValidationError as error:
         raise _complaint(error) from None
+    nested = list(_unknown_in(fields, prefix))
+    if nested and ignored_fields().is_strict:
+        raise _unknown_field(nested[0])
+    if unknown or nested:
+        ignored_fields().add([*unknown, *nested])
+    return fields
+
+
+def _unknown_in(fields: Fields, prefix: str) -> Iterator[str]:
+    """Yield the unknown fields of a body's objects, as ``messages.name``."""
+    for name, value in fields:
+        for item in value if isinstance(value, list) else (value,):
+            if isinstance(item, Fields):
+                for extra in item.model_extra or ():
+                    yield f"{prefix}{name}.{extra}"
+                yield from _unknown_in(item, f"{prefix}{name}.")
 
 
 def _check_json_cost(body: bytes, max_values: int) -> None:
@@ -162,14 +208,34 @@ def check_in_range(name: str, value: float | None, limit: str | None = None) -> 
 
 def draw_seed(given: int | None) -> int:
     """Return the client's seed, or draw one, so that every request can be repeated and resumed."""
-    return secrets.randbits(63) if given is None else given
+    return secrets.randbits(SEED_BITS) if given is None else given
+
+
+def allowed_ids(value: list[int] | None) -> tuple[int, ...]:
+    """Return ``allowed_token_ids`` as a tuple; () if the request allows all tokens."""
+    if value is None:
+        return ()
+    limits.check_count("allowed_token_ids", len(value), limits.MAX_ALLOWED_TOKEN_IDS, least=1)
+    return tuple(value)
+
+
+def text_list(field: str, value: Sequence[str], most: int, max_chars: int) -> tuple[str, ...]:
+    """Return at most ``most`` texts of 1 to ``max_chars`` characters as a tuple."""
+    limits.check_count(field, len(value), most)
+    for text in value:
+        limits.check_text(field, text, max_chars, min_chars=1)
+    return tuple(value)
+
+
+def _unknown_field(name: str) -> InvalidRequestError:
+    return InvalidRequestError(f"unknown field {name[:128]!r}", field=name[:128])
 
 
 def _complaint(error: ValidationError) -> InvalidRequestError:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return InvalidRequestError(f"unknown field {field[:128]!r}", field=field[:128])
+        return _unknown_field(field)
     if first["type"] == "model_type":
         return InvalidRequestError(f"{field} must be an object", field=field)
     words = first["msg"].removeprefix("Input should be ")

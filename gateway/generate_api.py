@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -19,10 +20,12 @@ from gateway.exchange import Exchange
 from gateway.fields import (
     Fields,
     SpeculativeFields,
+    allowed_ids,
     check_in_range,
     draw_seed,
     is_id_list,
     one_or_many_strings,
+    text_list,
     token_biases,
     validate,
 )
@@ -32,11 +35,28 @@ from gateway.reply_format import ReplyFormat, event
 from gateway.tokenizer import Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 128
-UNSUPPORTED = frozenset(
-    {"image_data", "video_data", "audio_data", "input_embeds", "lora_path", "session_params", "return_hidden_states"}
-    | {"return_routed_experts"}
+# Fields that would change the output and cannot be obeyed, with the reason.
+UNSUPPORTED: Mapping[str, str] = {
+    "image_data": "the engine takes text only",
+    "video_data": "the engine takes text only",
+    "audio_data": "the engine takes text only",
+    "input_embeds": "the engine takes tokens",
+    "lora_path": "there are no adapters",
+    "session_params": "",
+    "return_hidden_states": "",
+    "return_routed_experts": "",
+    "custom_logit_processor": "it would run a client's code",
+    "token_ids_logprob": "use top_logprobs_num",
+}
+UNSUPPORTED_IN_SAMPLING: Mapping[str, str] = {
+    "stop_regex": "",
+    "structural_tag": "",
+    "custom_params": "",
+}
+IGNORED_IN_SAMPLING = frozenset(
+    # White space between special tokens, and the pace of the stream.
+    {"spaces_between_special_tokens", "stream_interval"}
 )
-UNSUPPORTED_IN_SAMPLING = frozenset({"ebnf", "stop_regex", "structural_tag", "custom_params"})
 
 
 class SglangSamplingFields(Fields):
@@ -51,7 +71,7 @@ class SglangSamplingFields(Fields):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    stop: Any = Field(None, description="A string, or a list of at most 4 strings.")
+    stop: Any = Field(None, description="A string, or a list of at most 64 strings.")
     stop_token_ids: list[int] = Field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -61,6 +81,10 @@ class SglangSamplingFields(Fields):
     logit_bias: dict[str, float] | None = None
     json_schema: Any = Field(None, description="A JSON schema's text, or the schema itself.")
     regex: str | None = None
+    ebnf: str | None = Field(None, description="A grammar in EBNF (GBNF) or llguidance's Lark form.")
+    # vLLM's.
+    allowed_token_ids: list[int] | None = Field(None, description="Only these tokens may be sampled.")
+    bad_words: list[str] = Field(default_factory=list, description="Texts whose tokens the output must not contain.")
 
 
 class GenerateFields(Fields):
@@ -75,6 +99,7 @@ class GenerateFields(Fields):
     logprob_start_len: int = -1
     return_text_in_logprobs: bool = False
     rid: str | None = None
+    priority: int = Field(0, description="Requests with a lower number start first and are preempted last.")
     model: str | None = None
     cache_salt: str | None = None
     # Our extensions.
@@ -122,6 +147,7 @@ class SglangFormat(ReplyFormat):
             stats = output.finished.speculation
             num_tokens = len(output.token_ids) - output.num_resumed_tokens
             info |= {
+                "seed": output.spec.sampling.seed,
                 "cached_tokens": output.finished.num_cached_tokens,
                 "e2e_latency": max(output.times.last_at - generation.started_at, 0.0),
                 "spec_verify_ct": stats.num_decode_steps,
@@ -171,15 +197,22 @@ def generate_router(core: GatewayCore) -> APIRouter:
         """Continue a prompt, in SGLang's form."""
         body = await http.read_object(request, core.check_open)
         # SGLang's clients send nulls and empty values for fields that they do not use.
-        given = {name: v for name, v in body.items() if v is not None and (v or name not in UNSUPPORTED)}
-        fields = validate(GenerateFields, given, unsupported=UNSUPPORTED)
-        sampling_fields = validate(SglangSamplingFields, fields.sampling_params, unsupported=UNSUPPORTED_IN_SAMPLING)
+        fields = validate(
+            GenerateFields, {name: v for name, v in body.items() if v is not None}, unsupported=UNSUPPORTED
+        )
+        sampling_fields = validate(
+            SglangSamplingFields,
+            fields.sampling_params,
+            ignored=IGNORED_IN_SAMPLING,
+            unsupported=UNSUPPORTED_IN_SAMPLING,
+            prefix="sampling_params.",
+        )
         core.check_model(fields.model)
         prompts, many = await _prompts(core, fields)
         generation = GenerationRequest(
             id=http.new_id("gen"),
             prompts=prompts,
-            sampling=_sampling(fields, sampling_fields),
+            sampling=await _sampling(core, fields, sampling_fields),
             speculation=fields.speculative.to_options(),
             n=sampling_fields.n,
             stop=one_or_many_strings("stop", sampling_fields.stop, limits.MAX_STOP_STRINGS),
@@ -189,6 +222,8 @@ def generate_router(core: GatewayCore) -> APIRouter:
             timeout_ms=core.timeout_ms,
             trace=http.trace_context(request),
             prediction_ids=await _prediction(core, fields.prediction),
+            priority=fields.priority,
+            grammar_field="ebnf" if sampling_fields.ebnf is not None else "",
         )
         await core.check(generation, prompt_field="input_ids" if fields.text is None else "text")
         reply = SglangFormat(fields, core.tokenizer, many=many or sampling_fields.n > 1)
@@ -223,7 +258,8 @@ async def _prediction(core: GatewayCore, value: object) -> tuple[int, ...]:
     return tuple(value)  # type: ignore[arg-type]
 
 
-def _sampling(fields: GenerateFields, sampling: SglangSamplingFields) -> SamplingParams:
+async def _sampling(core: GatewayCore, fields: GenerateFields, sampling: SglangSamplingFields) -> SamplingParams:
+    defaults, given = core.sampling_defaults, sampling.model_fields_set
     check_in_range("max_new_tokens", sampling.max_new_tokens, "max_tokens")
     check_in_range("min_new_tokens", sampling.min_new_tokens, "min_tokens")
     check_in_range("sampling_seed", sampling.sampling_seed, "seed")
@@ -231,23 +267,25 @@ def _sampling(fields: GenerateFields, sampling: SglangSamplingFields) -> Samplin
     if fields.logprob_start_len < -1:
         raise InvalidRequestError("logprob_start_len must be -1 or more", field="logprob_start_len")
     wants_prompt = fields.return_logprob and fields.logprob_start_len >= 0
+    bad_words = text_list("bad_words", sampling.bad_words, limits.MAX_BAD_WORDS, limits.MAX_BAD_WORD_CHARS)
+    max_tokens = sampling.max_new_tokens
+    if "max_new_tokens" not in given:
+        max_tokens = defaults.max_tokens_or(max_tokens)
     return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
+        **defaults.of_request(sampling, given),
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
         seed=draw_seed(sampling.sampling_seed),
         logit_bias=token_biases("logit_bias", sampling.logit_bias),
-        max_tokens=sampling.max_new_tokens,
+        max_tokens=max_tokens,
         min_tokens=sampling.min_new_tokens,
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         logprobs=fields.top_logprobs_num if fields.return_logprob else None,
         prompt_logprobs=fields.top_logprobs_num if wants_prompt else None,
         grammar=_grammar(sampling),
+        allowed_token_ids=allowed_ids(sampling.allowed_token_ids),
+        bad_token_ids=await core.encode_bad_words(bad_words),
     )
 
 
@@ -257,6 +295,8 @@ def _grammar(sampling: SglangSamplingFields) -> Grammar | None:
         wanted.append((schema_grammar("json_schema", sampling.json_schema), "json_schema"))
     if sampling.regex is not None:
         wanted.append((checked("regex", Grammar("regex", sampling.regex)), "regex"))
+    if sampling.ebnf is not None:
+        wanted.append((checked("ebnf", Grammar("lark", sampling.ebnf)), "ebnf"))
     return the_one(wanted)[0]
 
 

@@ -67,6 +67,8 @@ class GenerationRequest:
     grammar_field: str = ""
     # The output that the client expects: a draft.
     prediction_ids: tuple[int, ...] = ()
+    # Lower numbers start first.
+    priority: int = 0
 
     @property
     def num_outputs(self) -> int:
@@ -470,6 +472,7 @@ def _specs(request: GenerationRequest, max_model_len: int) -> list[SequenceSpec]
                     timeout_ms=request.timeout_ms,
                     trace=request.trace,
                     prediction_ids=request.prediction_ids,
+                    priority=request.priority,
                 )
             )
     return specs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from foretoken.tracing import TraceContext
 from gateway.core import GatewayCore
 from gateway.generation import GenerationRequest, Prompt
@@ -16,10 +18,11 @@ async def generation_request(
     trace: TraceContext | None,
 ) -> GenerationRequest:
     """Return the generation. Raises InvalidRequestError for a prediction that is too long."""
+    bad_token_ids = await core.encode_bad_words(options.bad_words)
     return GenerationRequest(
         id=request_id,
         prompts=prompts,
-        sampling=options.sampling,
+        sampling=dataclasses.replace(options.sampling, bad_token_ids=bad_token_ids),
         speculation=options.speculation,
         n=options.n,
         stop=options.stop,
@@ -31,4 +34,5 @@ async def generation_request(
         trace=trace,
         grammar_field=options.grammar_field,
         prediction_ids=await core.encode_prediction(options.prediction, field="prediction.content"),
+        priority=options.priority,
     )

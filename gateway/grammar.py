@@ -11,7 +11,7 @@ from pydantic import Field
 from foretoken import limits
 from foretoken.errors import InvalidRequestError
 from foretoken.sampling import Grammar
-from gateway.fields import Fields
+from gateway.fields import ClosedFields, Fields
 
 # Characters with a meaning in regular expressions.
 _SPECIAL = re.compile(r"[][\\.+*?(){}|^$]")
@@ -33,13 +33,14 @@ class ResponseFormat(Fields):
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(Fields):
+class StructuredOutputs(ClosedFields):
     """vLLM's field for grammars."""
 
     json_: Any = Field(None, alias="json", description="A JSON schema, as an object or as its text.")
     regex: str | None = None
     json_object: bool | None = None
     choice: Choices | None = Field(None, description="The output is one of these texts.")
+    grammar: str | None = Field(None, description="A grammar in EBNF (GBNF) or llguidance's Lark form.")
 
 
 class GrammarFields(Fields):
@@ -49,6 +50,7 @@ class GrammarFields(Fields):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = Field(None, description="vLLM's older name of structured_outputs.json.")
     guided_regex: str | None = Field(None, description="vLLM's older name of structured_outputs.regex.")
+    guided_grammar: str | None = Field(None, description="vLLM's older name of structured_outputs.grammar.")
     guided_choice: Choices | None = Field(None, description="vLLM's older name of structured_outputs.choice.")
 
 
@@ -64,10 +66,12 @@ def requested_grammar(fields: GrammarFields) -> tuple[Grammar | None, str]:
             regex=outputs.regex,
             json_object=outputs.json_object or False,
             choices=outputs.choice,
+            grammar=outputs.grammar,
         )
     wanted += _all("guided_json", schema=fields.guided_json)
     wanted += _all("guided_regex", regex=fields.guided_regex)
     wanted += _all("guided_choice", choices=fields.guided_choice)
+    wanted += _all("guided_grammar", grammar=fields.guided_grammar)
     return the_one(wanted)
 
 
@@ -121,6 +125,7 @@ def _all(
     regex: str | None = None,
     json_object: bool = False,
     choices: list[str] | None = None,
+    grammar: str | None = None,
 ) -> list[tuple[Grammar, str]]:
     """Return the grammars set in this field."""
     found = []
@@ -133,4 +138,6 @@ def _all(
     if choices is not None:
         texts = (_SPECIAL.sub(r"\\\g<0>", choice) for choice in choices)
         found.append((checked(field, Grammar("regex", f"({'|'.join(texts)})")), field))
+    if grammar is not None:
+        found.append((checked(field, Grammar("lark", grammar)), field))
     return found

@@ -14,12 +14,13 @@ import grpc
 import foretoken
 from foretoken import limits, rpc, wire
 from foretoken.errors import ForetokenError, InvalidRequestError
+from foretoken.sampling import SamplingParams
 from gateway import http
 from gateway.core import GatewayCore
-from gateway.fields import draw_seed
+from gateway.fields import draw_seed, text_list
 from gateway.generation import Delta, GenerationRequest, Output, Prompt
 from gateway.slow_reader import SlowReaderTimeout
-from protos import gateway_pb2, gateway_pb2_grpc
+from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 SERVICE_NAME = "foretoken.gateway.v1.GatewayService"
 # As in logs and spans.
@@ -88,12 +89,17 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         core.check_model(request.model)
         limits.check_text("request_id", request.request_id, limits.MAX_REQUEST_ID_CHARS)
         limits.check_count("stop", len(request.stop), limits.MAX_STOP_STRINGS)
-        sampling = wire.sampling_from_proto(request.sampling)
-        if not request.sampling.HasField("seed"):
-            sampling = dataclasses.replace(sampling, seed=draw_seed(None))
+        limits.check_count("bad_words", len(request.bad_words), limits.MAX_BAD_WORDS)
+        bad_words = text_list("bad_words", request.bad_words, limits.MAX_BAD_WORDS, limits.MAX_BAD_WORD_CHARS)
+        sampling = self._sampling(request.sampling)
+        if bad_words:
+            bad_token_ids = (*sampling.bad_token_ids, *await core.encode_bad_words(bad_words))
+            sampling = dataclasses.replace(sampling, bad_token_ids=bad_token_ids)
+        truncate = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
+        kept = await core.num_kept(truncate, sampling.max_tokens)
         generation = GenerationRequest(
             id=f"grpc-{uuid.uuid4().hex}",
-            prompts=(await self._prompt(request),),
+            prompts=(await self._prompt(request, kept),),
             sampling=sampling,
             speculation=wire.speculation_from_proto(request.speculation),
             n=request.n if request.HasField("n") else 1,
@@ -103,20 +109,37 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             timeout_ms=_timeout_ms(context, core.timeout_ms),
             trace=rpc.trace_context(context),
             prediction_ids=await self._prediction(request),
+            priority=request.priority,
         )
         await core.check(generation, prompt_field=request.WhichOneof("prompt") or "prompt")
         return generation
 
-    async def _prompt(self, request: gateway_pb2.GenerateRequest) -> Prompt:
+    def _sampling(self, message: common_pb2.SamplingParams) -> SamplingParams:
+        """Return the sampling parameters, with the server's defaults and a seed where there is none."""
+        sampling = wire.sampling_from_proto(message)
+        defaults = self._core.sampling_defaults
+        given = [field.name for field, _ in message.ListFields()]
+        changes = defaults.of_request(sampling, given)
+        if "max_tokens" not in given:
+            changes["max_tokens"] = defaults.max_tokens_or(sampling.max_tokens)
+        if "seed" not in given:
+            changes["seed"] = draw_seed(None)
+        return dataclasses.replace(sampling, **changes)
+
+    async def _prompt(self, request: gateway_pb2.GenerateRequest, kept: int | None) -> Prompt:
         kind = request.WhichOneof("prompt")
         if kind is None:
             raise InvalidRequestError("give either text or token_ids", field="prompt")
         if kind == "token_ids":
+            if kept is not None:
+                return Prompt(tuple(request.token_ids.ids[-kept:]))
             # Check before copying: a message may hold millions of ids.
             limits.check_prompt_length(kind, len(request.token_ids.ids), (await self._core.info()).max_model_len)
             return Prompt(tuple(request.token_ids.ids))
         add_special_tokens = not request.skip_special_tokens_in_prompt
-        return await self._core.encode(request.text, field="text", add_special_tokens=add_special_tokens)
+        return await self._core.encode(
+            request.text, field="text", add_special_tokens=add_special_tokens, keep_last=kept
+        )
 
     async def _prediction(self, request: gateway_pb2.GenerateRequest) -> tuple[int, ...]:
         if request.WhichOneof("prediction") == "prediction_token_ids":

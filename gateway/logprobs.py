@@ -66,6 +66,28 @@ class CompletionLogprobs:
         return top
 
 
+def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top_k: int) -> list[dict[str, Any] | None]:
+    """Return vLLM's ``prompt_logprobs``: by position, the best tokens and the prompt's own.
+
+    The first token has none.
+    """
+    found: list[dict[str, Any] | None] = [None]
+    for entry in entries:
+        ranked = [(entry.rank, entry.token_id, entry.logprob)]
+        ranked += [(rank, token_id, logprob) for rank, (token_id, logprob) in enumerate(entry.top[:top_k], 1)]
+        found.append(
+            {
+                str(token_id): {
+                    "logprob": logprob,
+                    "rank": rank,
+                    "decoded_token": tokenizer.token_text(token_id)[0],
+                }
+                for rank, token_id, logprob in reversed(ranked)
+            }
+        )
+    return found
+
+
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
     """Return a token's text, or ``bytes:\\xe2\\x82`` for a part of a character."""
     text, raw = tokenizer.token_text(token_id)

@@ -45,6 +45,8 @@ class SequenceSpec:
     output_ids: tuple[int, ...] = ()
     # The output that the client expects.
     prediction_ids: tuple[int, ...] = ()
+    # Lower numbers start first.
+    priority: int = 0
     # The model that produced the output so far; a verifier with another model refuses.
     model_fingerprint: str | None = None
 

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from gateway import http
 from gateway.chat.chat_request import chat_request
-from gateway.core import GatewayCore
+from gateway.core import GatewayCore, cut_prompt
 from gateway.exchange import Exchange
 from gateway.generation import GenerationRequest, Prompt
 from gateway.generation_request import generation_request
@@ -40,12 +40,13 @@ def openai_router(core: GatewayCore) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
         body = await http.read_object(request, core.check_open)
-        fields, options = parse_completion(body)
+        fields, options = parse_completion(body, core.sampling_defaults)
         core.check_model(fields.model)
+        kept = await core.num_kept(options.truncate_prompt_tokens, options.sampling.max_tokens)
         prompts = [
-            await core.encode(item, add_special_tokens=fields.add_special_tokens)
+            await core.encode(item, add_special_tokens=fields.add_special_tokens, keep_last=kept)
             if isinstance(item, str)
-            else Prompt(tuple(item))
+            else cut_prompt(Prompt(tuple(item)), kept)
             for item in prompts_of(fields.prompt)
         ]
         request_id, trace = http.new_id("cmpl"), http.trace_context(request)

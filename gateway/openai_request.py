@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,16 +20,19 @@ from gateway.chat.tools import ToolUse
 from gateway.fields import (
     Fields,
     SpeculativeFields,
+    allowed_ids,
     check_in_range,
     draw_seed,
     is_id_list,
     one_or_many_strings,
+    text_list,
     token_biases,
     validate,
 )
 from gateway.grammar import GrammarFields, requested_grammar
 from gateway.prediction import PredictionFields, parts_text
-from gateway.tokenizer import CHAT_TEMPLATE_KWARGS
+from gateway.sampling_defaults import SamplingDefaults
+from gateway.tokenizer import RESERVED_TEMPLATE_KWARGS
 
 # OpenAI's default for completions; a chat may fill the context.
 COMPLETION_MAX_TOKENS = 16
@@ -37,6 +41,9 @@ REST_OF_CONTEXT = int(SAMPLING_RANGES["max_tokens"].high)
 # Accounting and hints for OpenAI's own service; they have no meaning here.
 IGNORED = frozenset(
     {
+        # Only beam search, which is refused, has an effect of these.
+        "early_stopping",
+        "length_penalty",
         "metadata",
         "prompt_cache_key",
         "prompt_cache_retention",
@@ -47,8 +54,36 @@ IGNORED = frozenset(
         "verbosity",
     }
 )
-UNSUPPORTED_IN_COMPLETION = frozenset({"suffix"})
-UNSUPPORTED_IN_CHAT = frozenset({"audio", "function_call", "functions", "modalities", "web_search_options"})
+# Fields that would change the output and cannot be obeyed, with the reason.
+UNSUPPORTED: Mapping[str, str] = {
+    "use_beam_search": "the engine samples",
+    "logits_processors": "it would run a client's code",
+    "prompt_embeds": "the engine takes tokens",
+    "input_embeds": "the engine takes tokens",
+    "mm_processor_kwargs": "the engine takes text only",
+    "kv_transfer_params": "",
+    "lora_path": "there are no adapters",
+    "return_hidden_states": "",
+    "return_routed_experts": "",
+    "return_tokens_as_token_ids": "use return_token_ids",
+    "thinking_token_budget": "",
+    "stop_regex": "",
+    "structural_tag": "",
+}
+UNSUPPORTED_IN_COMPLETION: Mapping[str, str] = {**UNSUPPORTED, "suffix": ""}
+UNSUPPORTED_IN_CHAT: Mapping[str, str] = {
+    **UNSUPPORTED,
+    "audio": "the engine takes and writes text only",
+    "modalities": "the engine takes and writes text only",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "web_search_options": "",
+    "best_of": "use n for several choices",
+    "echo": "use continue_final_message, or /v1/completions",
+    "suffix": "",
+    "documents": "give them in chat_template_kwargs",
+    "chat_template": "a template is a program, so only the server's --chat-template runs",
+}
 NO_FUNCTIONS: tuple[tuple[str, object], ...] = (("functions", []), ("function_call", "none"), ("function_call", "auto"))
 
 
@@ -75,6 +110,12 @@ class SharedFields(Fields):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    allowed_token_ids: list[int] | None = Field(None, description="Only these tokens may be sampled.")
+    bad_words: list[str] = Field(default_factory=list, description="Texts whose tokens the output must not contain.")
+    truncate_prompt_tokens: int | None = Field(
+        None, description="Keep only the prompt's last tokens, this many; -1: as many as the context has room for."
+    )
+    priority: int = Field(0, description="Requests with a lower number start first and are preempted last.")
     cache_salt: str | None = None
     prediction: PredictionFields | None = None
     # Our extension.
@@ -92,7 +133,10 @@ class GenerationFields(GrammarFields, SharedFields):
     n: int = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    stop: Any = Field(None, description="A string, or a list of at most 4 strings.")
+    stop: Any = Field(None, description="A string, or a list of at most 64 strings.")
+    # vLLM's.
+    prompt_logprobs: int | None = Field(None, description="Logprobs of the prompt's tokens, with as many best ones.")
+    return_token_ids: bool = Field(False, description="The answer carries prompt_token_ids and token_ids.")
     # Our extension.
     return_token_sources: bool = Field(
         False,
@@ -137,6 +181,7 @@ class ChatFields(GenerationFields):
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -158,6 +203,13 @@ class GenerationOptions:
     # The text that the client expects.
     prediction: str
     echo: bool = False
+    # Texts that the output must not contain.
+    bad_words: tuple[str, ...] = ()
+    # vLLM's prompt_logprobs: the best tokens of each prompt position; None: no such list.
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool = False
+    priority: int = 0
     # The field that set the grammar.
     grammar_field: str = ""
     tool_use: ToolUse = field(default_factory=ToolUse)
@@ -165,23 +217,25 @@ class GenerationOptions:
     reply: ChatReply = PLAIN
 
 
-def parse_completion(body: dict[str, Any]) -> tuple[CompletionFields, GenerationOptions]:
+def parse_completion(body: dict[str, Any], defaults: SamplingDefaults) -> tuple[CompletionFields, GenerationOptions]:
     """Return a completion's fields and options. Raises InvalidRequestError naming the field."""
     fields = validate(CompletionFields, body, ignored=IGNORED, unsupported=UNSUPPORTED_IN_COMPLETION)
     if fields.best_of not in (None, 1):
         raise InvalidRequestError("best_of must be 1: use n for several choices", field="best_of")
     check_in_range("logprobs", fields.logprobs)
-    prompt_logprobs = fields.logprobs if fields.echo else None
-    max_tokens = _max_tokens(fields, COMPLETION_MAX_TOKENS)
+    echoed = fields.logprobs if fields.echo else None
+    wanted = _prompt_logprobs(fields)
+    prompt_logprobs = max(echoed or 0, wanted or 0) if echoed is not None or wanted is not None else None
+    max_tokens = _max_tokens(fields, defaults.max_tokens_or(COMPLETION_MAX_TOKENS))
     # Evaluation harnesses score so: the answer's lists need one position after the prompt, even if
     # the model would end there.
-    is_scoring = prompt_logprobs is not None and max_tokens == 1
+    is_scoring = echoed is not None and max_tokens == 1
     grammar, grammar_field = requested_grammar(fields)
-    sampling = _sampling(fields, max_tokens, fields.logprobs, prompt_logprobs, grammar, ignore_eos=is_scoring)
+    sampling = _sampling(fields, defaults, max_tokens, fields.logprobs, prompt_logprobs, grammar, ignore_eos=is_scoring)
     return fields, _options(fields, sampling, grammar_field, echo=fields.echo)
 
 
-def parse_chat(body: dict[str, Any]) -> tuple[ChatFields, GenerationOptions]:
+def parse_chat(body: dict[str, Any], defaults: SamplingDefaults) -> tuple[ChatFields, GenerationOptions]:
     """Return a chat's fields and options. Raises InvalidRequestError naming the field."""
     if body.get("modalities") == ["text"]:
         body = {name: value for name, value in body.items() if name != "modalities"}
@@ -196,21 +250,40 @@ def parse_chat(body: dict[str, Any]) -> tuple[ChatFields, GenerationOptions]:
     if fields.top_logprobs is not None and not fields.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", field="top_logprobs")
     check_in_range("top_logprobs", fields.top_logprobs, "logprobs")
-    for name, value in fields.chat_template_kwargs.items():
-        if name not in CHAT_TEMPLATE_KWARGS or not isinstance(value, bool | int | str):
-            raise InvalidRequestError(
-                f"chat_template_kwargs may set {', '.join(sorted(CHAT_TEMPLATE_KWARGS))} to a boolean, number or "
-                f"string; {name[:64]!r} is not among them",
-                field="chat_template_kwargs",
-            )
+    _check_template_kwargs(fields.chat_template_kwargs)
     if fields.continue_final_message and fields.add_generation_prompt:
         raise InvalidRequestError(
             "continue_final_message needs add_generation_prompt: false", field="continue_final_message"
         )
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     grammar, grammar_field = requested_grammar(fields)
-    sampling = _sampling(fields, _max_tokens(fields, REST_OF_CONTEXT), logprobs, None, grammar)
+    max_tokens = _max_tokens(fields, defaults.max_tokens_or(REST_OF_CONTEXT))
+    sampling = _sampling(fields, defaults, max_tokens, logprobs, _prompt_logprobs(fields), grammar)
     return fields, dataclasses.replace(_options(fields, sampling, grammar_field), tool_use=use)
+
+
+def _prompt_logprobs(fields: GenerationFields) -> int | None:
+    check_in_range("prompt_logprobs", fields.prompt_logprobs)
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise InvalidRequestError(
+            "prompt_logprobs come only with whole answers: set stream to false", field="prompt_logprobs"
+        )
+    return fields.prompt_logprobs
+
+
+def _check_template_kwargs(kwargs: dict[str, Any]) -> None:
+    """Raise InvalidRequestError for variables that are too large or are no variables of a template."""
+    field = "chat_template_kwargs"
+    limits.check_count(field, len(kwargs), limits.MAX_TEMPLATE_KWARGS)
+    for name in sorted(RESERVED_TEMPLATE_KWARGS & kwargs.keys()):
+        raise InvalidRequestError(f"{field} cannot set {name}, which is no variable of a template", field=field)
+    try:
+        num_bytes = len(orjson.dumps(kwargs))
+    except orjson.JSONEncodeError as error:
+        raise InvalidRequestError(f"{field} cannot be written as JSON: {error}", field=field) from None
+    if num_bytes > limits.MAX_TEMPLATE_KWARGS_BYTES:
+        most = limits.MAX_TEMPLATE_KWARGS_BYTES
+        raise InvalidRequestError(f"{field} must have at most {most} bytes, got {num_bytes}", field=field)
 
 
 def prompts_of(value: object) -> list[str | list[int]]:
@@ -283,6 +356,7 @@ def _max_tokens(fields: GenerationFields, default: int) -> int:
 
 def _sampling(
     fields: GenerationFields,
+    defaults: SamplingDefaults,
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
@@ -291,13 +365,9 @@ def _sampling(
     ignore_eos: bool = False,
 ) -> SamplingParams:
     return SamplingParams(
-        temperature=fields.temperature,
-        top_p=fields.top_p,
-        top_k=fields.top_k,
-        min_p=fields.min_p,
+        **defaults.of_request(fields, fields.model_fields_set),
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,
-        repetition_penalty=fields.repetition_penalty,
         seed=draw_seed(fields.seed),
         logit_bias=token_biases("logit_bias", fields.logit_bias),
         max_tokens=max_tokens,
@@ -307,6 +377,7 @@ def _sampling(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
+        allowed_token_ids=allowed_ids(fields.allowed_token_ids),
     )
 
 
@@ -325,6 +396,11 @@ def _options(
         include_usage=fields.stream_options.include_usage or fields.stream_options.continuous_usage_stats,
         continuous_usage=fields.stream_options.continuous_usage_stats,
         return_token_sources=fields.return_token_sources,
+        bad_words=text_list("bad_words", fields.bad_words, limits.MAX_BAD_WORDS, limits.MAX_BAD_WORD_CHARS),
+        prompt_logprobs=fields.prompt_logprobs,
+        truncate_prompt_tokens=fields.truncate_prompt_tokens,
+        return_token_ids=fields.return_token_ids,
+        priority=fields.priority,
         prediction="" if fields.prediction is None else parts_text(fields.prediction.content, "prediction.content"),
         echo=echo,
         grammar_field=grammar_field,

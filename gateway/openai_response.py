@@ -12,7 +12,7 @@ from gateway.chat.pieces import ReplyPieces, ToolCallDelta, whole_calls
 from gateway.chat.reply_reader import ReplyReader
 from gateway.figures import generation_metrics
 from gateway.generation import Delta, Generation, Output
-from gateway.logprobs import CompletionLogprobs, chat_logprobs
+from gateway.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from gateway.openai_request import GenerationOptions
 from gateway.reply_format import DONE, EVENT, EVENT_END, ReplyFormat, event
 from gateway.tokenizer import Tokenizer
@@ -38,6 +38,7 @@ class OpenAiFormat(ReplyFormat):
         self._created = created
         self._tokenizer = tokenizer
         self._detail = detail
+        self._shows_ids = options.return_token_sources or options.return_token_ids
         # By output: a chunk up to its text.
         self._chunk_heads: dict[int, bytes] = {}
 
@@ -49,15 +50,22 @@ class OpenAiFormat(ReplyFormat):
                 "logprobs": self._logprobs(generation.outputs[delta.index], delta),
                 **self._sources(delta),
                 **self._end(generation.outputs[delta.index]),
+                **self._choice_prompt(generation.outputs[delta.index], delta),
             }
             for delta in deltas
         ]
-        body = {**self._envelope(generation, self.whole_object), "choices": choices, "usage": _usage(generation)}
+        body = {
+            **self._envelope(generation, self.whole_object),
+            "choices": choices,
+            "usage": _usage(generation),
+            "seed": generation.request.sampling.seed,
+            **self._body_prompt(generation, deltas),
+        }
         return orjson.dumps(self._with_metrics(body, generation))
 
     def chunk(self, generation: Generation, delta: Delta) -> bytes:
         output = generation.outputs[delta.index]
-        shows_tokens = bool(delta.token_ids) and (self._options.return_token_sources or bool(delta.logprobs))
+        shows_tokens = bool(delta.token_ids) and (self._shows_ids or bool(delta.logprobs))
         if not (self._has_text(delta) or delta.finished or delta.prompt_logprobs or shows_tokens):
             return b""
         logprobs = self._logprobs(output, delta)
@@ -66,10 +74,12 @@ class OpenAiFormat(ReplyFormat):
             self._chunk_text(output, delta),
             b',"logprobs":null' if logprobs is None else b"," + _members({"logprobs": logprobs}),
         ]
-        if self._options.return_token_sources:
-            parts += (b",", _members(self._sources(delta)))
+        if self._shows_ids:
+            parts += (b",", _members(self._sources(delta) | self._first_prompt(output)))
         parts += (b",", _members(self._end(output))) if delta.finished else (b',"finish_reason":null',)
         parts.append(b"}]")
+        if delta.finished:
+            parts.append(b',"seed":%d' % generation.request.sampling.seed)
         if self._options.include_usage:
             usage = _usage(generation) if self._options.continuous_usage else None
             parts.append(b',"usage":null' if usage is None else b"," + _members({"usage": usage}))
@@ -108,9 +118,30 @@ class OpenAiFormat(ReplyFormat):
     def _envelope(self, generation: Generation, kind: str) -> dict[str, Any]:
         return {"id": generation.request.id, "object": kind, "created": self._created, "model": self._model}
 
+    def _choice_prompt(self, output: Output, delta: Delta) -> dict[str, Any]:
+        """Return what a whole response's choice says of its prompt."""
+        return {}
+
+    def _body_prompt(self, generation: Generation, deltas: list[Delta]) -> dict[str, Any]:
+        """Return what a whole response says of its only prompt."""
+        return {}
+
+    def _first_prompt(self, output: Output) -> dict[str, Any]:
+        """Return what an output's first chunk says of its prompt."""
+        return {}
+
+    def _prompt(self, output: Output, delta: Delta) -> dict[str, Any]:
+        """Return vLLM's members for a prompt, as far as the client wants them."""
+        found: dict[str, Any] = {}
+        if (top_k := self._options.prompt_logprobs) is not None:
+            found["prompt_logprobs"] = prompt_logprobs(self._tokenizer, delta.prompt_logprobs, top_k)
+        if self._options.return_token_ids:
+            found["prompt_token_ids"] = output.prompt.ids
+        return found
+
     def _sources(self, delta: Delta) -> dict[str, Any]:
         if not self._options.return_token_sources:
-            return {}
+            return {"token_ids": delta.token_ids} if self._options.return_token_ids else {}
         return {"token_ids": delta.token_ids, "token_sources": delta.sources, "token_texts": delta.token_texts}
 
     def _end(self, output: Output) -> dict[str, Any]:
@@ -138,11 +169,16 @@ class ChatFormat(OpenAiFormat):
         # Of the chunk that is being written.
         self._pieces = ReplyPieces()
 
+    def _body_prompt(self, generation: Generation, deltas: list[Delta]) -> dict[str, Any]:
+        return self._prompt(generation.outputs[0], deltas[0])
+
     def first(self, generation: Generation) -> bytes:
+        prompt_ids = generation.outputs[0].prompt.ids
         return b"".join(
             event(
                 {
                     **self._envelope(generation, self.chunk_object),
+                    **({"prompt_token_ids": prompt_ids} if self._options.return_token_ids and not output.index else {}),
                     "choices": [
                         {
                             "index": output.index,
@@ -213,12 +249,23 @@ class CompletionFormat(OpenAiFormat):
         super().__init__(options, model, created, tokenizer, detail)
         self._columns: dict[int, CompletionLogprobs] = {}
         self._echoed: set[int] = set()
+        # Outputs whose prompt's ids have been sent.
+        self._named_prompts: set[int] = set()
 
     def _whole_text(self, output: Output, delta: Delta) -> dict[str, Any]:
         return {"text": self._text(output, delta)}
 
     def _chunk_text(self, output: Output, delta: Delta) -> bytes:
         return b'"text":%b' % orjson.dumps(self._text(output, delta))
+
+    def _choice_prompt(self, output: Output, delta: Delta) -> dict[str, Any]:
+        return self._prompt(output, delta)
+
+    def _first_prompt(self, output: Output) -> dict[str, Any]:
+        if not self._options.return_token_ids or output.index in self._named_prompts:
+            return {}
+        self._named_prompts.add(output.index)
+        return {"prompt_token_ids": output.prompt.ids}
 
     def _text(self, output: Output, delta: Delta) -> str:
         if not self._options.echo or output.index in self._echoed:
@@ -235,8 +282,12 @@ class CompletionFormat(OpenAiFormat):
             return columns.take(delta.logprobs)
         detokenizer = self._tokenizer.detokenizer(skip_special_tokens=self._options.skip_special_tokens)
         columns = self._columns[output.index] = CompletionLogprobs(self._tokenizer, detokenizer)
-        prompt_ids = output.prompt.ids if self._options.echo else ()
-        return columns.take(delta.logprobs, prompt_ids, delta.prompt_logprobs)
+        if not self._options.echo:
+            return columns.take(delta.logprobs)
+        # More best tokens may have been computed for prompt_logprobs.
+        top_k = self._options.sampling.logprobs
+        entries = [entry._replace(top=entry.top[:top_k]) for entry in delta.prompt_logprobs]
+        return columns.take(delta.logprobs, output.prompt.ids, entries)
 
 
 def _pieces_delta(pieces: ReplyPieces) -> dict[str, Any]:

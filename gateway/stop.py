@@ -9,7 +9,8 @@ class StopMatcher:
     """Finds the stop string that is completed first, however the text is split.
 
     Text that may begin a stop string waits until the next text decides. If one character completes
-    several stop strings, the longest match counts.
+    several stop strings, the longest match counts. Only stop strings that begin or end with a
+    character of the new text are compared, so many of them cost little more than one.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
@@ -17,7 +18,13 @@ class StopMatcher:
 
         ``include_stop``: the text ends after the match, not before.
         """
-        self._stops = tuple(stops)
+        # By their first and last character, the longest first.
+        self._by_first: dict[str, list[str]] = {}
+        self._by_last: dict[str, list[str]] = {}
+        for stop in sorted(set(stops), key=len, reverse=True):
+            self._by_first.setdefault(stop[0], []).append(stop)
+            self._by_last.setdefault(stop[-1], []).append(stop)
+        self._longest = max(map(len, stops), default=0)
         self._include_stop = include_stop
         self._held = ""
         self.matched: str | None = None
@@ -47,22 +54,21 @@ class StopMatcher:
 
     def _find(self, text: str, num_held: int) -> tuple[int, str] | None:
         """Return the start and stop string of the match that ends first, after the held text."""
-        best: tuple[int, int, str] | None = None
-        for stop in self._stops:
-            start = text.find(stop, max(0, num_held - len(stop) + 1))
-            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
-                best = (start + len(stop), start, stop)
-        return None if best is None else (best[1], best[2])
+        if self._by_last.keys().isdisjoint(text[num_held:]):
+            return None
+        for end in range(num_held, len(text)):
+            for stop in self._by_last.get(text[end], ()):
+                if text.endswith(stop, 0, end + 1):
+                    return end + 1 - len(stop), stop
+        return None
 
     def _num_held(self, text: str) -> int:
         """Return the length of the longest end of ``text`` that may begin a stop string."""
-        longest = 0
-        for stop in self._stops:
-            first = stop[0]
-            start = text.find(first, max(0, len(text) - len(stop) + 1))
-            while start >= 0 and len(text) - start > longest:
-                if stop.startswith(text[start:]):
-                    longest = len(text) - start
-                    break
-                start = text.find(first, start + 1)
-        return longest
+        first = max(0, len(text) - self._longest + 1)
+        if self._by_first.keys().isdisjoint(text[first:]):
+            return 0
+        for start in range(first, len(text)):
+            for stop in self._by_first.get(text[start], ()):
+                if len(stop) > len(text) - start and stop.startswith(text[start:]):
+                    return len(text) - start
+        return 0

@@ -6,6 +6,7 @@ would.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +21,11 @@ from gateway.config import read_chat_template
 from gateway.detokenizer import ByteTable, Detokenizer, PrefixDetokenizer, Utf8Detokenizer
 from gateway.token_length import max_token_chars
 
-# Template variables that a request may set: switches of public chat templates. None replaces an
-# input.
-CHAT_TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort"})
+# Arguments of apply_chat_template, which a request must not set as variables of the template.
+# Documents are only a variable.
+RESERVED_TEMPLATE_KWARGS = frozenset(
+    inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters.keys() | {"messages"}
+) - {"documents"}
 # Up to these sizes a call takes a few milliseconds, so an event loop may make it.
 SHORT_TEXT_CHARS = 4096
 SHORT_TEXT_TOKENS = 4096

@@ -29,6 +29,7 @@ def spec_to_proto(spec: SequenceSpec) -> verifier_pb2.Sequence:
         traceparent=spec.trace.traceparent if spec.trace else None,
         tracestate=spec.trace.tracestate if spec.trace else None,
         prediction_token_ids=spec.prediction_ids,
+        priority=spec.priority,
     )
 
 

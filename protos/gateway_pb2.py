@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/gateway.proto\x12\x14\x66oretoken.gateway.v1\x1a\x13protos/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc3\x04\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x33\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1e.foretoken.gateway.v1.TokenIdsH\x00\x12\x35\n\x08sampling\x18\x04 \x01(\x0b\x32#.foretoken.common.v1.SamplingParams\x12<\n\x0bspeculation\x18\x05 \x01(\x0b\x32\'.foretoken.common.v1.SpeculationOptions\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\'\n\x1ainclude_stop_str_in_output\x18\x07 \x01(\x08H\x02\x88\x01\x01\x12\x0e\n\x01n\x18\x08 \x01(\rH\x03\x88\x01\x01\x12\x17\n\ncache_salt\x18\t \x01(\tH\x04\x88\x01\x01\x12\x12\n\nrequest_id\x18\n \x01(\t\x12*\n\x1dskip_special_tokens_in_prompt\x18\x0b \x01(\x08H\x05\x88\x01\x01\x12\x19\n\x0fprediction_text\x18\x0f \x01(\tH\x01\x12>\n\x14prediction_token_ids\x18\x10 \x01(\x0b\x32\x1e.foretoken.gateway.v1.TokenIdsH\x01\x42\x08\n\x06promptB\x0c\n\npredictionB\x1d\n\x1b_include_stop_str_in_outputB\x04\n\x02_nB\r\n\x0b_cache_saltB \n\x1e_skip_special_tokens_in_prompt\"}\n\x10GenerateResponse\x12,\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1b.foretoken.gateway.v1.ChunkH\x00\x12\x32\n\x08\x63omplete\x18\x02 \x01(\x0b\x32\x1e.foretoken.gateway.v1.CompleteH\x00\x42\x07\n\x05\x65vent\"\xed\x01\n\x05\x43hunk\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x34\n\x08logprobs\x18\x05 \x03(\x0b\x32\".foretoken.common.v1.TokenLogprobs\x12\x0f\n\x07sources\x18\x06 \x03(\r\x12\x19\n\x11num_output_tokens\x18\x07 \x01(\r\x12;\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\".foretoken.common.v1.TokenLogprobs\"\xe0\x02\n\x08\x43omplete\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\r\x12\x31\n\x06reason\x18\x02 \x01(\x0e\x32!.foretoken.common.v1.FinishReason\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r\x12:\n\x0bspeculation\x18\x06 \x01(\x0b\x32%.foretoken.common.v1.SpeculationStats\x12\x0c\n\x04stop\x18\x07 \x01(\t\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\x0c\n\x04seed\x18\t \x01(\x03\x12&\n\x1enum_accepted_prediction_tokens\x18\n \x01(\r\x12&\n\x1enum_rejected_prediction_tokens\x18\x0b \x01(\r\"\x11\n\x0fGetModelRequest\"\x8a\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x10\n\x08\x64rafters\x18\x05 \x03(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t2\xc8\x01\n\x0eGatewayService\x12[\n\x08Generate\x12%.foretoken.gateway.v1.GenerateRequest\x1a&.foretoken.gateway.v1.GenerateResponse0\x01\x12Y\n\x08GetModel\x12%.foretoken.gateway.v1.GetModelRequest\x1a&.foretoken.gateway.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/gateway.proto\x12\x14\x66oretoken.gateway.v1\x1a\x13protos/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa8\x05\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x33\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1e.foretoken.gateway.v1.TokenIdsH\x00\x12\x35\n\x08sampling\x18\x04 \x01(\x0b\x32#.foretoken.common.v1.SamplingParams\x12<\n\x0bspeculation\x18\x05 \x01(\x0b\x32\'.foretoken.common.v1.SpeculationOptions\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\'\n\x1ainclude_stop_str_in_output\x18\x07 \x01(\x08H\x02\x88\x01\x01\x12\x0e\n\x01n\x18\x08 \x01(\rH\x03\x88\x01\x01\x12\x17\n\ncache_salt\x18\t \x01(\tH\x04\x88\x01\x01\x12\x12\n\nrequest_id\x18\n \x01(\t\x12*\n\x1dskip_special_tokens_in_prompt\x18\x0b \x01(\x08H\x05\x88\x01\x01\x12\x19\n\x0fprediction_text\x18\x0f \x01(\tH\x01\x12>\n\x14prediction_token_ids\x18\x10 \x01(\x0b\x32\x1e.foretoken.gateway.v1.TokenIdsH\x01\x12\x11\n\tbad_words\x18\x11 \x03(\t\x12\x10\n\x08priority\x18\x12 \x01(\x11\x12#\n\x16truncate_prompt_tokens\x18\x13 \x01(\x11H\x06\x88\x01\x01\x42\x08\n\x06promptB\x0c\n\npredictionB\x1d\n\x1b_include_stop_str_in_outputB\x04\n\x02_nB\r\n\x0b_cache_saltB \n\x1e_skip_special_tokens_in_promptB\x19\n\x17_truncate_prompt_tokens\"}\n\x10GenerateResponse\x12,\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1b.foretoken.gateway.v1.ChunkH\x00\x12\x32\n\x08\x63omplete\x18\x02 \x01(\x0b\x32\x1e.foretoken.gateway.v1.CompleteH\x00\x42\x07\n\x05\x65vent\"\xed\x01\n\x05\x43hunk\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x34\n\x08logprobs\x18\x05 \x03(\x0b\x32\".foretoken.common.v1.TokenLogprobs\x12\x0f\n\x07sources\x18\x06 \x03(\r\x12\x19\n\x11num_output_tokens\x18\x07 \x01(\r\x12;\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\".foretoken.common.v1.TokenLogprobs\"\xe0\x02\n\x08\x43omplete\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\r\x12\x31\n\x06reason\x18\x02 \x01(\x0e\x32!.foretoken.common.v1.FinishReason\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r\x12:\n\x0bspeculation\x18\x06 \x01(\x0b\x32%.foretoken.common.v1.SpeculationStats\x12\x0c\n\x04stop\x18\x07 \x01(\t\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\x0c\n\x04seed\x18\t \x01(\x03\x12&\n\x1enum_accepted_prediction_tokens\x18\n \x01(\r\x12&\n\x1enum_rejected_prediction_tokens\x18\x0b \x01(\r\"\x11\n\x0fGetModelRequest\"\x8a\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x10\n\x08\x64rafters\x18\x05 \x03(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t2\xc8\x01\n\x0eGatewayService\x12[\n\x08Generate\x12%.foretoken.gateway.v1.GenerateRequest\x1a&.foretoken.gateway.v1.GenerateResponse0\x01\x12Y\n\x08GetModel\x12%.foretoken.gateway.v1.GetModelRequest\x1a&.foretoken.gateway.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,17 +35,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=67
   _globals['_TOKENIDS']._serialized_end=90
   _globals['_GENERATEREQUEST']._serialized_start=93
-  _globals['_GENERATEREQUEST']._serialized_end=672
-  _globals['_GENERATERESPONSE']._serialized_start=674
-  _globals['_GENERATERESPONSE']._serialized_end=799
-  _globals['_CHUNK']._serialized_start=802
-  _globals['_CHUNK']._serialized_end=1039
-  _globals['_COMPLETE']._serialized_start=1042
-  _globals['_COMPLETE']._serialized_end=1394
-  _globals['_GETMODELREQUEST']._serialized_start=1396
-  _globals['_GETMODELREQUEST']._serialized_end=1413
-  _globals['_GETMODELRESPONSE']._serialized_start=1416
-  _globals['_GETMODELRESPONSE']._serialized_end=1554
-  _globals['_GATEWAYSERVICE']._serialized_start=1557
-  _globals['_GATEWAYSERVICE']._serialized_end=1757
+  _globals['_GENERATEREQUEST']._serialized_end=773
+  _globals['_GENERATERESPONSE']._serialized_start=775
+  _globals['_GENERATERESPONSE']._serialized_end=900
+  _globals['_CHUNK']._serialized_start=903
+  _globals['_CHUNK']._serialized_end=1140
+  _globals['_COMPLETE']._serialized_start=1143
+  _globals['_COMPLETE']._serialized_end=1495
+  _globals['_GETMODELREQUEST']._serialized_start=1497
+  _globals['_GETMODELREQUEST']._serialized_end=1514
+  _globals['_GETMODELRESPONSE']._serialized_start=1517
+  _globals['_GETMODELRESPONSE']._serialized_end=1655
+  _globals['_GATEWAYSERVICE']._serialized_start=1658
+  _globals['_GATEWAYSERVICE']._serialized_end=1858
 # @@protoc_insertion_point(module_scope)

@@ -43,6 +43,8 @@ class Submit:
     matcher: Matcher | None = None
     # The output that the client predicts, used as a draft.
     prediction_ids: tuple[int, ...] = ()
+    # Lower numbers start first and are preempted last.
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,4 +162,5 @@ class Submissions:
             cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
             deadline=deadline,
             prediction_ids=tuple(message.prediction_token_ids),
+            priority=message.priority,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import orjson
 
 from foretoken import limits
+from foretoken.errors import InvalidRequestError
 from foretoken.tracing import TraceContext
 from gateway.chat.field_names import FieldNames
 from gateway.chat.tools import ToolUse
@@ -28,6 +30,8 @@ from gateway.tokenizer import SHORT_TEXT_CHARS
 
 # A template is a program: it may take more than a few milliseconds for more messages.
 SHORT_CHAT_MESSAGES = 32
+# A request does not wait longer for the template, with whatever variables the client gave it.
+TEMPLATE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +59,14 @@ async def chat_request(
     """
     names = names or FieldNames()
     with names.in_errors():
-        fields, options = parse_chat(body)
+        fields, options = parse_chat(body, core.sampling_defaults)
         core.check_model(fields.model)
         core.chat_forms.check(options.tool_use)
         text = await chat_text(core, fields, options.tool_use)
         options = _with_reply(core, options, text, continues=fields.continue_final_message)
         options = dataclasses.replace(options, grammar_field=names.own(options.grammar_field))
-        prompt = await core.encode(text, field="messages", add_special_tokens=False)
+        kept = await core.num_kept(options.truncate_prompt_tokens, options.sampling.max_tokens)
+        prompt = await core.encode(text, field="messages", add_special_tokens=fields.add_special_tokens, keep_last=kept)
         generation = await generation_request(core, request_id, (prompt,), options, trace)
         await core.check(generation, prompt_field="messages")
     return ChatRequest(options, generation, core.answered_model(fields.model))
@@ -70,10 +75,11 @@ async def chat_request(
 async def chat_token_ids(core: GatewayCore, body: dict[str, Any], names: FieldNames | None = None) -> tuple[int, ...]:
     """Return the prompt of a body as ``chat_request`` takes it; it may be longer than the context."""
     with (names or FieldNames()).in_errors():
-        fields, options = parse_chat(body)
+        fields, options = parse_chat(body, core.sampling_defaults)
         core.check_model(fields.model)
         core.chat_forms.check(options.tool_use)
-        return await core.tokenize(await chat_text(core, fields, options.tool_use), field="messages")
+        text = await chat_text(core, fields, options.tool_use)
+        return await core.tokenize(text, field="messages", add_special_tokens=fields.add_special_tokens)
 
 
 async def chat_text(core: GatewayCore, fields: ChatFields, use: ToolUse) -> str:
@@ -97,7 +103,15 @@ async def chat_text(core: GatewayCore, fields: ChatFields, use: ToolUse) -> str:
     }
     render = functools.partial(core.tokenizer.render_chat, messages, **options)
     is_short = num_chars <= SHORT_TEXT_CHARS and len(messages) <= SHORT_CHAT_MESSAGES
-    return render() if is_short else await core.in_text_thread(render)
+    if is_short and all(isinstance(value, bool | str) for value in fields.chat_template_kwargs.values()):
+        return render()
+    try:
+        async with asyncio.timeout(TEMPLATE_TIMEOUT_S):
+            return await core.in_text_thread(render)
+    except TimeoutError:
+        raise InvalidRequestError(
+            f"the chat template takes longer than {TEMPLATE_TIMEOUT_S:g} s for these messages", field="messages"
+        ) from None
 
 
 def _with_reply(core: GatewayCore, options: GenerationOptions, prompt: str, *, continues: bool) -> GenerationOptions:

@@ -47,6 +47,8 @@ def test_every_number_of_the_parameters_has_a_range():
         "stop_token_ids",
         "ignore_eos",
         "grammar",
+        "allowed_token_ids",
+        "bad_token_ids",
     }
     assert numbers == set(SAMPLING_RANGES)
     assert {"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"} == INTEGERS
@@ -58,7 +60,7 @@ def test_the_table_is_what_the_documentation_says():
         allowed = SAMPLING_RANGES[name]
         assert low in allowed and high in allowed and below not in allowed and above not in allowed, name
     texts = (limits.MAX_STOP_STRINGS, limits.MAX_STOP_STRING_CHARS, limits.MAX_STOP_TOKEN_IDS)
-    assert texts == (4, 256, 64)
+    assert texts == (64, 256, 64)
     assert (Range(-100.0, 100.0), 1024) == (limits.LOGIT_BIAS_RANGE, limits.MAX_LOGIT_BIAS_ENTRIES)
     assert (16, 64, Range(0, 255)) == (limits.MAX_N, limits.MAX_PROMPTS_PER_REQUEST, limits.MAX_DRAFT_TOKENS)
 
@@ -195,6 +197,21 @@ def test_ranges_are_shown_as_people_write_them():
     assert str(Range(0.0, 1.0, low_open=True)) == "(0, 1]"
     with pytest.raises(InvalidRequestError, match=r"top_k must be an integer in \[-1, 1000000\], got 1.5"):
         limits.check_number("top_k", 1.5, SAMPLING_RANGES["top_k"])
+
+
+def test_token_masks_have_bounds_and_cross_the_wire():
+    params = replace(SamplingParams(), allowed_token_ids=(3, 1), bad_token_ids=((1,), (2, 3, 2)))
+    assert field_at_fault(limits.check_sampling, params, MODEL) == ""
+    assert sampling_from_proto(sampling_to_proto(params)) == params
+    for wrong, field in (
+        ({"allowed_token_ids": (MODEL.vocab_size,)}, "allowed_token_ids"),
+        ({"allowed_token_ids": (1,) * (limits.MAX_ALLOWED_TOKEN_IDS + 1)}, "allowed_token_ids"),
+        ({"bad_token_ids": ((1, MODEL.vocab_size),)}, "bad_words"),
+        ({"bad_token_ids": ((),)}, "bad_words"),
+        ({"bad_token_ids": ((1,),) * (2 * limits.MAX_BAD_WORDS + 1)}, "bad_words"),
+        ({"bad_token_ids": ((1,) * (limits.MAX_BAD_TOKENS + 1),)}, "bad_words"),
+    ):
+        assert field_at_fault(limits.check_sampling, replace(params, **wrong), MODEL) == field
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "regex", "lark"])

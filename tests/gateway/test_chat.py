@@ -7,6 +7,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from foretoken import limits
 from gateway.config import GatewaySettings
 from gateway.tokenizer import Tokenizer
 from protos import common_pb2
@@ -164,9 +165,21 @@ BAD_BODIES: list[tuple[str, dict[str, object]]] = [
     ("logprobs", {**HELLO, "logprobs": 1}),
     ("max_completion_tokens", {**HELLO, "max_completion_tokens": 0}),
     ("chat_template_kwargs", {**HELLO, "chat_template_kwargs": {"messages": "x"}}),
-    ("chat_template_kwargs", {**HELLO, "chat_template_kwargs": {"thinking": [1]}}),
+    ("chat_template_kwargs", {**HELLO, "chat_template_kwargs": {"chat_template": "{{ messages }}"}}),
+    ("chat_template_kwargs", {**HELLO, "chat_template_kwargs": {"tokenize": True}}),
+    ("chat_template_kwargs", {**HELLO, "chat_template_kwargs": {"x": "y" * limits.MAX_TEMPLATE_KWARGS_BYTES}}),
+    ("chat_template_kwargs", {**HELLO, "chat_template_kwargs": {f"x{i}": 1 for i in range(65)}}),
+    ("chat_template", {**HELLO, "chat_template": "{{ messages }}"}),
     ("continue_final_message", {**HELLO, "continue_final_message": True}),
+    ("continue_final_message", {**HELLO, "continue_final_message": True, "add_generation_prompt": True}),
     ("modalities", {**HELLO, "modalities": ["audio"]}),
+    ("audio", {**HELLO, "audio": {"voice": "x"}}),
+    ("echo", {**HELLO, "echo": True}),
+    ("best_of", {**HELLO, "best_of": 2}),
+    ("use_beam_search", {**HELLO, "use_beam_search": True}),
+    ("logits_processors", {**HELLO, "logits_processors": ["x"]}),
+    ("prompt_logprobs", {**HELLO, "prompt_logprobs": -1}),
+    ("prompt_logprobs", {**HELLO, "prompt_logprobs": 1, "stream": True}),
 ]
 
 
@@ -185,6 +198,9 @@ HARMLESS: list[dict[str, object]] = [
     {"modalities": ["text"], "prediction": {"type": "content", "content": "x"}, "service_tier": "auto"},
     {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
     {"add_generation_prompt": False, "continue_final_message": True},
+    {"chat_template_kwargs": {"thinking": [1], "documents": [{"title": "a", "text": "b"}], "x": {"y": None}}},
+    {"echo": False, "use_beam_search": False, "length_penalty": 1.0, "logits_processors": [], "audio": None},
+    {"return_routed_experts": False, "lora_path": None, "return_hidden_states": False, "documents": []},
     {"stop": None, "n": None, "logit_bias": None, "stream_options": None, "seed": None, "stream": None},
 ]
 

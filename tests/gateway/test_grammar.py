@@ -127,7 +127,9 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("structured_outputs.choice", {"structured_outputs": {"choice": []}}),
     ("structured_outputs.choice", {"structured_outputs": {"choice": "a"}}),
     ("structured_outputs", {"structured_outputs": {"choice": ["a"], "regex": "a"}}),
-    ("structured_outputs.grammar", {"structured_outputs": {"grammar": "root ::= a"}}),
+    ("structured_outputs", {"structured_outputs": {"grammar": "root ::= a", "regex": "a"}}),
+    ("structured_outputs.structural_tag", {"structured_outputs": {"structural_tag": "{}"}}),
+    ("guided_grammar", {"guided_grammar": "é" * (MAX_GRAMMAR_BYTES["lark"] // 2 + 1)}),
     ("guided_choice", {"guided_choice": ["a" * MAX_GRAMMAR_BYTES["regex"]]}),
 ]
 
@@ -163,6 +165,7 @@ async def test_what_the_verifier_refuses_is_a_400_of_the_field_that_the_client_s
         ("/v1/completions", {"guided_json": SCHEMA}, "guided_json"),
         ("/v1/completions", {"structured_outputs": {"json": SCHEMA}}, "structured_outputs"),
         ("/generate", {"text": "a", "sampling_params": {"json_schema": SCHEMA}}, "json_schema"),
+        ("/generate", {"text": "a", "sampling_params": {"ebnf": 'root ::= "a"'}}, "ebnf"),
     ):
         answer = await stack.http.post(url, json={**URLS.get(url, {}), **fields, "stream": stream})
         assert answer.status_code == 400
@@ -173,7 +176,7 @@ async def test_what_the_verifier_refuses_is_a_400_of_the_field_that_the_client_s
             "code": None,
         }
     # The client's fault, so no failure is counted.
-    assert await stack.metric("foretoken_admission_rejections_total", reason="invalid_argument") == 4
+    assert await stack.metric("foretoken_admission_rejections_total", reason="invalid_argument") == 5
     assert await stack.metric("foretoken_request_failure_total", reason="invalid_argument") == 0
 
 

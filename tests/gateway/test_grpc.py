@@ -132,7 +132,9 @@ BAD: list[tuple[grpc.StatusCode, str, dict[str, Any]]] = [
     (grpc.StatusCode.INVALID_ARGUMENT, "n", {"text": "a", "n": 17}),
     (grpc.StatusCode.INVALID_ARGUMENT, "n", {"text": "a", "n": 0}),
     (grpc.StatusCode.INVALID_ARGUMENT, "stop", {"text": "a", "stop": [""]}),
-    (grpc.StatusCode.INVALID_ARGUMENT, "stop", {"text": "a", "stop": ["a"] * 5}),
+    (grpc.StatusCode.INVALID_ARGUMENT, "stop", {"text": "a", "stop": ["a"] * 65}),
+    (grpc.StatusCode.INVALID_ARGUMENT, "bad_words", {"text": "a", "bad_words": ["x" * 257]}),
+    (grpc.StatusCode.INVALID_ARGUMENT, "truncate_prompt_tokens", {"text": "a", "truncate_prompt_tokens": 0}),
     (grpc.StatusCode.INVALID_ARGUMENT, "request_id", {"text": "a", "request_id": "x" * 129}),
     (grpc.StatusCode.INVALID_ARGUMENT, "cache_salt", {"text": "a", "cache_salt": "x" * 257}),
     (

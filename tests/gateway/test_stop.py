@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gateway.stop import StopMatcher
 
 ALPHABET = st.sampled_from("ab\nc")
-STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=4), min_size=1, max_size=4)
+STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=4), min_size=1, max_size=12)
 PIECES = st.lists(st.text(ALPHABET, max_size=4), max_size=12)
 
 

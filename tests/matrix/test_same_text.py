@@ -30,6 +30,8 @@ TEMPERATURES = {"greedy": 0.0, "T=0.7": 0.7, "T=1.0": 1.0}
 MAX_TOKENS = 64
 # Neither the x nor the 3 of the text that the models were fitted to.
 GRAMMAR = regex("[abcd0-24-9]{80,120}")
+# Pieces of the text that the models were fitted to.
+BAD_WORDS = (("5",), ("a", "b"), ("x", "cd", "12"), ("99", "ab", "cd"))
 FIELDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "penalties": {"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.1},
@@ -43,6 +45,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 3},
     "prompt logprobs": {"logprobs": 0, "prompt_logprobs": 2},
     "n = 2": {"presence_penalty": 0.5},
+    "allowed tokens": {"allowed_token_ids": tuple(token for token in range(VOCAB) if token not in ids_of("3", "x"))},
+    "bad words": {"bad_token_ids": tuple(tuple(ids_of(*each)) for each in BAD_WORDS)},
 }
 
 

@@ -243,6 +243,26 @@ def test_an_abort_and_a_vanished_session_free_everything() -> None:
     run(scenario, target=target)
 
 
+def test_waiting_sequences_start_by_priority() -> None:
+    target = HeldTarget()
+
+    async def scenario(stub: Stub, harness: Harness) -> None:
+        call = stub.Session()
+        await call.write(submit(sequence("first")))
+        await asyncio.to_thread(target.began.wait)
+        for name, priority in (("late", 2), ("usual", 0), ("urgent", -1), ("usual too", 0)):
+            await call.write(submit(sequence(name, priority=priority)))
+        await until(lambda: len(harness.engine._inbox) == 4)
+        target.go_on.set()
+        ended: list[str] = []
+        while len(ended) < 5:
+            ended += [end.request_id for end in (await call.read()).finished]
+        assert ended == ["first", "urgent", "usual", "usual too", "late"]
+        await call.done_writing()
+
+    run(scenario, target=target, max_running=1)
+
+
 def test_a_reader_that_is_behind_gets_merged_tokens() -> None:
     async def scenario(stub: Stub, harness: Harness) -> None:
         call = stub.Session()

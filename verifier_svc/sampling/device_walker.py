@@ -1,7 +1,7 @@
 """Sample and walk on a GPU: sample every node's row at once, then walk, without the host.
 
 The device keeps each request's sampling rules and penalty counts in the request's batch slot. The
-host walks sequences with a grammar, since each grammar mask depends on the token before.
+host walks sequences with a grammar or token masks, which may depend on the token before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_journal import DeviceJournal
 from foretoken.models.pinned_buffers import PinnedBuffers
 from foretoken.results import FinishReason, TokenLogprobs
-from foretoken.sampling import is_greedy, noise_key
+from foretoken.sampling import has_token_masks, is_greedy, noise_key
 from verifier_svc.sampling.device_logprobs import device_logprobs
 from verifier_svc.sampling.verify import WalkResult, broken_logits
 from verifier_svc.sampling.walker import SampledSequence, Walk, walk_on_host
@@ -138,7 +138,7 @@ class DeviceWalker:
 
     @torch.inference_mode()
     def walk(self, walks: Items[Walk], logits: torch.Tensor) -> list[WalkResult]:
-        on_device = [each for each in walks if each.sequence.sampling.grammar is None]
+        on_device = [each for each in walks if not has_token_masks(each.sequence.sampling)]
         results: dict[int, WalkResult] = {}
         if on_device:
             self.seat([each.sequence for each in on_device])
@@ -150,7 +150,7 @@ class DeviceWalker:
             for each, result in zip(on_device, _with_logprobs(on_device, found["nodes"], walked, logits), strict=True):
                 results[id(each)] = result
         for each in walks:
-            if each.sequence.sampling.grammar is not None:
+            if has_token_masks(each.sequence.sampling):
                 results[id(each)] = walk_on_host(each, logits)
         return [results[id(each)] for each in walks]
 

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from numpy.typing import NDArray
 
+from foretoken import limits
 from foretoken.errors import InvalidRequestError
 from foretoken.sampling import Grammar
 
@@ -46,6 +48,8 @@ _WHITESPACE_OPTIONS: JsonCompileOptions = (
 # LLParserLimits other than its defaults. One ms uses about 14,000 of lexer fuel, or 20,000 items.
 LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 50_000, "max_lexer_states": 50_000, "verbose_errors": False}
 MAX_MESSAGE_CHARS = 300
+# A rule of GBNF, at the beginning of a line; Lark has no such sign outside of its texts.
+_DEFINES = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 NO_TEXT = "no text of this model's tokens matches it"
 _NOUNS = {
     "json_schema": "the JSON schema",
@@ -142,11 +146,25 @@ def to_llguidance(grammar: Grammar) -> str:
         # servers.
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dw')}/")
     if grammar.kind == "lark":
-        return LLMatcher.grammar_from_lark(grammar.text)
+        return LLMatcher.grammar_from_lark(_lark_text(grammar))
     schema = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'
     try:
         return LLMatcher.grammar_from_json_schema(schema, defaults=_WHITESPACE_OPTIONS)
     except ValueError as error:
+        raise refusal(grammar, str(error)) from error
+
+
+def _lark_text(grammar: Grammar) -> str:
+    """Return a grammar's text in Lark form, converted from GBNF (EBNF) if it is not Lark."""
+    if _DEFINES.search(grammar.text) is None:
+        return grammar.text
+    limits.check_bytes(grammar.kind, grammar.text, limits.MAX_EBNF_BYTES)
+    try:
+        return gbnf_to_lark(grammar.text)
+    except RecursionError:
+        raise refusal(grammar, "it is nested too deeply") from None
+    except Exception as error:
+        # The converter raises bare exceptions for malformed grammars.
         raise refusal(grammar, str(error)) from error
 
 

@@ -19,6 +19,7 @@ from foretoken.results import FinishReason, TokenLogprobs
 from foretoken.sampling import TOKEN_STREAM, SamplingParams, is_greedy, noise_key, stop_token_ids
 from foretoken.tree import DraftTree
 from verifier_svc.sampling.grammar import Bits, Matcher, bits_of
+from verifier_svc.sampling.token_masks import TokenMasks
 
 Float32 = NDArray[np.float32]
 
@@ -101,12 +102,14 @@ class SamplingState:
         self._output_counts = np.empty(0, np.int32)
         self._seen = np.empty(0, np.bool_)
         self._matcher = matcher
-        # Grammar: the tokens that may follow (empty: all), whether it is complete, and its error.
+        # The tokens that may follow (empty: all), whether the grammar is complete, and its error.
         self._allowed = NO_GRAMMAR
+        self._masks: TokenMasks | None = None
         self.is_complete = False
         self.error: ForetokenError | None = None
         if matcher is not None:
             self._stop_bits = bits_of(self.stop_ids, 8 * len(matcher.allowed))
+            self._masks = TokenMasks.of(params, output_ids, 8 * len(matcher.allowed))
             self._look_ahead(matcher)
 
     @property
@@ -135,6 +138,9 @@ class SamplingState:
             self.error = self._no_sample_error(logits[: rules.vocab_limit])
             return None
         self.num_output_tokens += 1
+        if self._masks is not None:
+            self._masks.advance(token)
+            self._allowed = self._masks.bits
         if self._matcher is not None and token not in self.stop_ids:
             self._matcher.advance((token,))
             self._look_ahead(self._matcher)
@@ -144,9 +150,12 @@ class SamplingState:
         return token
 
     def _no_sample_error(self, logits: Float32) -> ForetokenError:
-        if len(self._allowed) and (logits < np.inf).all() and (logits > -np.inf).any():
+        if not len(self._allowed) or not (logits < np.inf).all() or not (logits > -np.inf).any():
+            return broken_logits()
+        if self._matcher is not None:
             return InvalidRequestError("the model gives no token that the grammar allows", field=self._grammar_kind)
-        return broken_logits()
+        field = "allowed_token_ids" if self.params.allowed_token_ids else "bad_words"
+        return InvalidRequestError(f"{field} leaves no token that the model can continue with", field=field)
 
     @property
     def _masks_stops(self) -> bool:
@@ -159,12 +168,16 @@ class SamplingState:
     def _look_ahead(self, matcher: Matcher) -> None:
         """Set the tokens that the grammar allows next: text, a stop token at an end, or none."""
         text = matcher.allowed & ~self._stop_bits if self._masks_stops else matcher.allowed
+        stops = self._stop_bits
+        if self._masks is not None:
+            text, stops = text & self._masks.bits, stops & self._masks.bits
         if text.any():
-            self._allowed = text | self._stop_bits if matcher.is_accepting and not self._masks_stops else text
+            self._allowed = text | stops if matcher.is_accepting and not self._masks_stops else text
         elif matcher.is_accepting:
             self.is_complete = True
         else:
-            reason = matcher.error or "no token is allowed by both the grammar and min_tokens"
+            other = "min_tokens" if self._masks is None else "the other fields"
+            reason = matcher.error or f"no token is allowed by both the grammar and {other}"
             self.error = InvalidRequestError(f"the grammar cannot go on: {reason}", field=self._grammar_kind)
 
     def _prepare(self, vocab_size: int) -> RowRules:
@@ -175,6 +188,9 @@ class SamplingState:
             self._output_counts = np.bincount(self._output_ids, minlength=vocab_size).astype(np.int32)
             self._seen = self._output_counts > 0
             self._seen[list(self._prompt_ids)] = True
+        if self._matcher is None:
+            self._masks = TokenMasks.of(params, self._output_ids, vocab_limit)
+            self._allowed = NO_GRAMMAR if self._masks is None else self._masks.bits
         self._prompt_ids = self._output_ids = ()
         bias = {token_id: value for token_id, value in params.logit_bias.items() if token_id < vocab_limit}
         key_low, key_high = noise_key(params.seed)

@@ -1,7 +1,8 @@
 """Choose the sequences of the next step: decode rows first, then prefill chunks, oldest first.
 
 The scheduler moves sequences between waiting and running, and reserves their blocks. If blocks run
-out, it preempts the youngest sequence. It knows no tensors and no drafters.
+out, it preempts the youngest sequence. A priority comes before age: lower numbers start first and
+are preempted last. The scheduler knows no tensors and no drafters.
 """
 
 from __future__ import annotations
@@ -78,10 +79,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, resumed ones before new ones. The caller decides whether it fits."""
-        index = len(self.waiting)
-        if sequence.attempt:
-            index = sum(waiting.attempt > 0 or waiting.started_at is not None for waiting in self.waiting)
-        self.waiting.insert(index, sequence)
+        self._queue(sequence, first=False)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a waiting or running sequence and free its blocks."""
@@ -187,7 +185,7 @@ class Scheduler:
             slot = self._free_slots.pop()
             self._generations[slot] += 1
             sequence.slot, sequence.generation = slot, self._generations[slot]
-            self._insert_by_age(sequence)
+            self._insert_by_rank(sequence)
             return sequence
         return None
 
@@ -198,19 +196,35 @@ class Scheduler:
             for other in self.running
         )
 
-    def _insert_by_age(self, sequence: Sequence) -> None:
+    def _insert_by_rank(self, sequence: Sequence) -> None:
+        """Insert a running sequence by priority, then by age: the last one is preempted first."""
+        rank = (sequence.priority, sequence.arrived_at)
         index = len(self.running)
-        while index and self.running[index - 1].arrived_at > sequence.arrived_at:
+        while index and (self.running[index - 1].priority, self.running[index - 1].arrived_at) > rank:
             index -= 1
         self.running.insert(index, sequence)
 
+    def _queue(self, sequence: Sequence, *, first: bool) -> None:
+        """Insert a waiting sequence, first or last among its equals."""
+        rank = _waiting_rank(sequence)
+        index = len(self.waiting)
+        while index:
+            other = _waiting_rank(self.waiting[index - 1])
+            if other < rank or (other == rank and not first):
+                break
+            index -= 1
+        self.waiting.insert(index, sequence)
+
     def _preempt(self, sequence: Sequence) -> None:
-        """Free a running sequence's blocks and put it first in the queue. It keeps its tokens."""
+        """Free a running sequence's blocks and put it first in the queue of its priority.
+
+        It keeps its tokens.
+        """
         self.num_preemptions += 1
         self.running.remove(sequence)
         self._release(sequence)
         sequence.forget_cache()
-        self.waiting.appendleft(sequence)
+        self._queue(sequence, first=True)
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.table is not None
@@ -218,3 +232,8 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         sequence.table = None
         sequence.slot = NO_SLOT
+
+
+def _waiting_rank(sequence: Sequence) -> tuple[int, bool]:
+    """Return a waiting sequence's place: by priority, then resumed and preempted ones before new ones."""
+    return sequence.priority, not (sequence.attempt > 0 or sequence.started_at is not None)

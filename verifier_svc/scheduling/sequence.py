@@ -70,6 +70,7 @@ class Sequence:  # large: all the state of one sequence; it decides nothing
             vocab_limit=token_limit,
             matcher=submit.matcher,
         )
+        self.priority = submit.priority
         self.arrived_at = now
         self.started_at: float | None = None
         self.first_token_at: float | None = None

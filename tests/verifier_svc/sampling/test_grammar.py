@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from foretoken import limits
 from foretoken.errors import InvalidRequestError, ModelOutputError
 from foretoken.logits import sample_reference
 from foretoken.results import FinishReason
@@ -416,6 +417,73 @@ def test_the_compiled_mask_is_the_references(data: st.DataObject) -> None:
 
 
 # --- Vocabularies.
+
+
+EBNF = """
+# Three pairs at most.
+root ::= pair{1,3} ("12" | tail)
+pair ::= "ab" | "cd"
+tail ::= [0-9]+ "x"?
+"""
+
+
+@pytest.mark.parametrize(
+    "text", [EBNF, 'start: PAIR{1,3} ("12" | TAIL)\nPAIR: "ab" | "cd"\nTAIL: /[0-9]+x?/\n'], ids=["EBNF", "Lark"]
+)
+def test_a_grammar_may_be_ebnf_or_lark(vocab: Vocabulary, text: str) -> None:
+    for tokens, ends in ((("ab", "cd", "12"), True), (("a", "b", "9", "x"), True), (("ab", "cd"), False)):
+        matcher = compile_grammar(Grammar("lark", text), vocab)
+        assert matcher.advance(ids_of(*tokens)) and matcher.is_accepting is ends
+    for tokens in (("c", "c"), ("12",), ("ab", "ab", "ab", "ab")):
+        assert not compile_grammar(Grammar("lark", text), vocab).advance(ids_of(*tokens))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('rule ::= "a"', "No 'root' rule"),
+        ("root ::= other", "'other' not found"),
+        ('root ::= "a', "end of input"),
+        ("root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "nested too deeply"),
+        ('root ::= "' + "a" * limits.MAX_EBNF_BYTES + '"', "at most"),
+        ("nothing", "cannot be used"),
+    ],
+)
+def test_an_unusable_grammar_is_refused_with_the_reason(vocab: Vocabulary, text: str, reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(reason)) as caught:
+        compile_grammar(Grammar("lark", text), vocab)
+    assert caught.value.field == "lark"
+
+
+@pytest.mark.parametrize(
+    ("masks", "expected"),
+    [
+        ({"allowed_token_ids": tuple(ids_of("cd", "a", "b", "ab"))}, "cdcdcd"),
+        ({"bad_token_ids": (tuple(ids_of("ab", "ab")),)}, "abcdab"),
+        ({"bad_token_ids": (tuple(ids_of("ab")), tuple(ids_of("cd", "cd")))}, "cdabcd"),
+    ],
+)
+def test_masks_and_a_grammar_hold_together(vocab: Vocabulary, masks: dict[str, Any], expected: str) -> None:
+    grammar = regex("(ab|cd){3}")
+    params = SamplingParams(temperature=0.0, max_tokens=20, **masks)
+    state = SamplingState(params, PROMPT, eos_ids=EOS, choice_index=0, matcher=compile_grammar(grammar, vocab))
+    # "ab" is best but where it is banned, then "cd", then single characters.
+    row = np.zeros((1, VOCAB), np.float32)
+    row[0, ids_of("ab", "cd", "a", "b")] = 5, 4, 3, 2
+    if "allowed_token_ids" in masks:
+        row[0, ids_of("ab", "cd")] = 4, 5
+    output: list[int] = []
+    while not state.has_ended:
+        output += sample_and_walk(row, DraftTree.root_only(1), state, len(PROMPT), output, 9).tokens
+    assert text_of(output) == expected and state.is_complete and state.error is None
+
+
+def test_masks_that_leave_nothing_of_a_grammar_name_it(vocab: Vocabulary) -> None:
+    params = SamplingParams(temperature=0.0, allowed_token_ids=tuple(ids_of("12")), grammar=regex("(ab|cd){3}"))
+    assert params.grammar is not None
+    matcher = compile_grammar(params.grammar, vocab)
+    state = SamplingState(params, PROMPT, eos_ids=EOS, choice_index=0, matcher=matcher)
+    assert isinstance(state.error, InvalidRequestError) and "the other fields" in state.error.message
 
 
 def test_special_tokens_are_no_text(vocab: Vocabulary) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax
 
-from foretoken.errors import ModelOutputError
+from foretoken.errors import InvalidRequestError, ModelOutputError
 from foretoken.logits import sample_reference
 from foretoken.results import FinishReason, TokenLogprobs
 from foretoken.sampling import SamplingParams
@@ -231,8 +231,10 @@ def test_noise_changes_with_the_seed():
     assert sampled_text(seed=6) != sampled_text(seed=5)
 
 
-def test_a_resumed_sequence_goes_on_as_if_nothing_had_happened():
+@pytest.mark.parametrize("masks", [{}, {"bad_token_ids": ((3, 5), (0, 1, 2), (7, 6, 5, 1), (2,))}])
+def test_a_resumed_sequence_goes_on_as_if_nothing_had_happened(masks):
     params = SamplingParams(seed=3, presence_penalty=0.7, repetition_penalty=1.3, frequency_penalty=0.2, min_tokens=8)
+    params = replace(params, **masks)
     prompt, eos_ids = (1, 2), frozenset({4})
 
     def run(state: SamplingState, output: list[int], until: int) -> list[int]:
@@ -248,6 +250,32 @@ def test_a_resumed_sequence_goes_on_as_if_nothing_had_happened():
     for kept in range(8):
         resumed = SamplingState(params, prompt, whole[:kept], eos_ids=eos_ids, choice_index=1)
         assert run(resumed, whole[:kept], 8) == whole
+
+
+def test_a_bad_sequence_depends_on_the_tokens_of_its_path():
+    # Token 6 would complete 3 6 after node 1, but not after node 2.
+    params = replace(GREEDY, bad_token_ids=((3, 6),))
+    rows = peaks(3, 6, 6, 7, 1, 1) + 0.5 * peaks(4, 5, 5, 1, 2, 2)
+    assert walk(rows, TREE, params).tokens == [3, 5, 7]
+    assert walk(np.concatenate([peaks(4), rows[1:]]), TREE, params).tokens == [4, 6]
+
+
+def test_the_prompt_is_no_part_of_a_bad_sequence():
+    rows = peaks(3, 3)
+    assert walk(rows, tree_of([5, 3], [-1, 0]), replace(GREEDY, bad_token_ids=((5, 3),))).tokens == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        (replace(GREEDY, allowed_token_ids=(6,), min_tokens=3), "allowed_token_ids"),
+        (replace(GREEDY, bad_token_ids=tuple((token,) for token in range(8))), "bad_words"),
+    ],
+)
+def test_masks_that_leave_no_token_end_the_output_with_the_field(params, field):
+    result = walk(peaks(3), DraftTree.root_only(0), params, eos_ids=frozenset({6}))
+    assert isinstance(result.error, InvalidRequestError) and result.error.field == field
+    assert result.tokens == [] and result.finish is None
 
 
 def test_a_state_that_missed_output_is_refused():
@@ -426,6 +454,20 @@ REQUESTS = {
     "min tokens": SamplingParams(max_tokens=12, min_tokens=6, stop_token_ids=(2, 7)),
     "ignored eos": SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=(7,)),
     "bias": SamplingParams(max_tokens=12, logit_bias={1: 2.0, 3: -100.0, VOCAB_LIMIT: 100.0}),
+    "allowed tokens": SamplingParams(max_tokens=12, allowed_token_ids=(0, 1, 2, 3, EOS, 6)),
+    "bad words": SamplingParams(
+        max_tokens=12,
+        temperature=0.4,
+        bad_token_ids=((3,), (1, 2), (1, 6), (2, 0, 2), (7, 7), *((token, 8) for token in range(9))),
+    ),
+    "masks and penalties": SamplingParams(
+        max_tokens=12,
+        min_tokens=4,
+        temperature=0.0,
+        frequency_penalty=0.3,
+        allowed_token_ids=(0, 1, 2, 3, EOS, 6),
+        bad_token_ids=((0, 1), (1, 0), (6, 6, 6)),
+    ),
     "one token": SamplingParams(max_tokens=1),
     "everything": SamplingParams(
         temperature=0.9,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,17 @@ def test_a_lookup_drafter_alone() -> None:
 def test_a_grammar() -> None:
     runs = Runs()
     runs.harness.run([with_grammar(greedy(1, 6, 30))])
+    assert runs.num_ahead == 0 and counts(runs) == {"host_work": runs.num_ordinary}
+
+
+@pytest.mark.parametrize("masks", [{"allowed_token_ids": tuple(range(20))}, {"bad_token_ids": ((1, 2), (3,))}])
+def test_token_masks(masks: dict[str, Any]) -> None:
+    request = greedy(1, 6, 30)
+    request = replace(request, sampling=replace(request.sampling, **masks))
+    (expected,) = plain([request])
+    runs = Runs()
+    (result,) = runs.harness.run([request])
+    assert_bits(expected, result)
     assert runs.num_ahead == 0 and counts(runs) == {"host_work": runs.num_ordinary}
 
 
