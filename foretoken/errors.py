@@ -2,6 +2,7 @@
 
 ForetokenError
   InvalidRequestError       bad field: INVALID_ARGUMENT, 400
+    ContextLengthError      a prompt that the context cannot hold
   NotFoundError             unknown model: NOT_FOUND, 404
   QueueFullError            RESOURCE_EXHAUSTED, 429
   UnavailableError          draining, dead or not ready: UNAVAILABLE, 503
@@ -46,6 +47,10 @@ class ForetokenError(Exception):
 class InvalidRequestError(ForetokenError):
     status = grpc.StatusCode.INVALID_ARGUMENT
     http_status = 400
+
+
+class ContextLengthError(InvalidRequestError):
+    """A prompt leaves no room for an output. Clients shorten the conversation and try again."""
 
 
 class NotFoundError(ForetokenError):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretoken import address
-from foretoken.errors import InvalidRequestError
+from foretoken.errors import ContextLengthError, InvalidRequestError
 from foretoken.sampling import Grammar, SamplingParams, SpeculationOptions
 
 
@@ -275,12 +275,12 @@ def check_tokens(field: str, count: int, most: int) -> None:
 
 
 def check_prompt_length(field: str, num_tokens: int, max_model_len: int, *, at_least: bool = False) -> None:
-    """Raise InvalidRequestError naming ``field`` unless a prompt of this length fits the context.
+    """Raise ContextLengthError naming ``field`` unless a prompt of this length fits the context.
 
     ``at_least``: the prompt has not been encoded and may have more tokens.
     """
     if num_tokens >= max_model_len:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"{field} has {'at least ' if at_least else ''}{num_tokens} tokens; this model's context is "
             f"{max_model_len} tokens, and the output needs at least one of them",
             field=field,

@@ -13,8 +13,9 @@ from foretoken import limits
 from foretoken.tracing import TraceContext
 from gateway.chat.field_names import FieldNames
 from gateway.chat.tools import ToolUse
+from gateway.chat.truncation import newest_turns
 from gateway.core import GatewayCore
-from gateway.generation import GenerationRequest
+from gateway.generation import GenerationRequest, Prompt
 from gateway.generation_request import generation_request
 from gateway.openai_request import (
     ChatFields,
@@ -45,21 +46,30 @@ async def chat_request(
     request_id: str,
     trace: TraceContext | None,
     names: FieldNames | None = None,
+    drops_oldest: bool = False,
 ) -> ChatRequest:
     """Return the request of a body of POST /v1/chat/completions.
 
-    ``names`` are those of the API that the body was made for. Raises InvalidRequestError naming the
-    field at fault, and NotFoundError for another model.
+    ``names`` are those of the API that the body was made for. ``drops_oldest``: turns that the
+    context cannot hold are dropped. Raises InvalidRequestError naming the field at fault, and
+    NotFoundError for another model.
     """
     names = names or FieldNames()
     with names.in_errors():
         fields, options = parse_chat(body)
         core.check_model(fields.model)
         core.chat_forms.check(options.tool_use)
-        text = await chat_text(core, fields, options.tool_use)
-        options = _with_reply(core, options, text, continues=fields.continue_final_message)
+
+        async def prompt_of(fields: ChatFields) -> Prompt:
+            text = await chat_text(core, fields, options.tool_use)
+            return await core.encode(text, field="messages", add_special_tokens=False)
+
+        if drops_oldest:
+            prompt = await newest_turns(fields, prompt_of, (await core.info()).max_model_len)
+        else:
+            prompt = await prompt_of(fields)
+        options = _with_reply(core, options, prompt, continues=fields.continue_final_message)
         options = dataclasses.replace(options, grammar_field=names.own(options.grammar_field))
-        prompt = await core.encode(text, field="messages", add_special_tokens=False)
         generation = await generation_request(core, request_id, (prompt,), options, trace)
         await core.check(generation, prompt_field="messages")
     return ChatRequest(options, generation)
@@ -98,11 +108,12 @@ async def chat_text(core: GatewayCore, fields: ChatFields, use: ToolUse) -> str:
     return render() if is_short else await core.in_text_thread(render)
 
 
-def _with_reply(core: GatewayCore, options: GenerationOptions, prompt: str, *, continues: bool) -> GenerationOptions:
+def _with_reply(core: GatewayCore, options: GenerationOptions, prompt: Prompt, *, continues: bool) -> GenerationOptions:
     """Return a chat's options with how its outputs are written and read."""
     sampling = options.sampling
+    assert prompt.text is not None
     reply = core.chat_forms.reply(
-        prompt,
+        prompt.text,
         options.tool_use,
         sampling.grammar,
         options.grammar_field,
