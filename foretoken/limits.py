@@ -118,6 +118,8 @@ MAX_JSON_VALUES = 524_288
 MAX_JSON_STRINGS = 131_072
 MAX_JSON_FIELDS = 32_768
 MAX_JSON_CONTAINERS = 32_768
+# Lists and objects inside each other. orjson writes 254 levels, and some are put around a value.
+MAX_JSON_DEPTH = 128
 # Size of one prompt's text, or of all messages of a chat. The gateway also refuses a text that can
 # never fit the model's context. The bytes bound the tokens: there may be one per byte.
 MAX_PROMPT_CHARS = 2_000_000

@@ -15,6 +15,7 @@ from foretoken import limits
 from foretoken.errors import InvalidRequestError
 from foretoken.sampling import SpeculationOptions
 from gateway.ignored_fields import ignored_fields
+from gateway.json_depth import is_too_deep
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ def parse_object(body: bytes, max_values: int = limits.MAX_JSON_VALUES) -> dict[
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidRequestError("the body must be a JSON object")
+    if body.count(b"[") + body.count(b"{") > limits.MAX_JSON_DEPTH and is_too_deep(value):
+        raise InvalidRequestError(f"the body has more than {limits.MAX_JSON_DEPTH} levels of lists and objects")
     return value
 
 

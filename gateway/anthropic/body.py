@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -103,11 +104,13 @@ def parse_messages(body: dict[str, Any]) -> MessagesBody[MessagesFields]:
 
 def parse_count_tokens(body: dict[str, Any]) -> MessagesBody[CountTokensFields]:
     """Return the parts of a body. Raises InvalidRequestError naming the field at fault."""
-    return _parse(CountTokensFields, body)
+    # Clients send the body of a message.
+    not_counted = MessagesFields.model_fields.keys() - CountTokensFields.model_fields.keys()
+    return _parse(CountTokensFields, body, IGNORED | not_counted)
 
 
-def _parse(kind: type[FieldsT], body: dict[str, Any]) -> MessagesBody[FieldsT]:
-    fields = validate(kind, body, ignored=IGNORED, unsupported=UNSUPPORTED)
+def _parse(kind: type[FieldsT], body: dict[str, Any], ignored: Collection[str] = IGNORED) -> MessagesBody[FieldsT]:
+    fields = validate(kind, body, ignored=ignored, unsupported=UNSUPPORTED)
     talk = conversation(fields.system, fields.messages)
     output_format = fields.output_config.format or fields.output_format
     if fields.output_config.format is not None and fields.output_format is not None:

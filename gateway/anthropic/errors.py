@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi.responses import Response
 
-from foretoken.errors import ForetokenError, UnavailableError
+from foretoken.errors import ContextLengthError, ForetokenError, UnavailableError
 from gateway import http
 
 # Anthropic's status of a server that can take no requests for now; its clients try again.
@@ -24,7 +24,11 @@ _TYPES = {
 
 def error_object(error: ForetokenError) -> dict[str, Any]:
     """Return Anthropic's ``{"type": "error", ...}``. It shows no details of internal errors."""
-    return _object(_status(error), http.error_object(error)["error"]["message"])
+    message = http.error_object(error)["error"]["message"]
+    if isinstance(error, ContextLengthError):
+        # By these words clients know that they must shorten the conversation.
+        message = f"prompt is too long: {message}"
+    return _object(_status(error), message)
 
 
 def error_response(error: ForetokenError) -> Response:

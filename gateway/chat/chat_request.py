@@ -15,8 +15,9 @@ from foretoken.errors import InvalidRequestError
 from foretoken.tracing import TraceContext
 from gateway.chat.field_names import FieldNames
 from gateway.chat.tools import ToolUse
+from gateway.chat.truncation import newest_turns
 from gateway.core import GatewayCore
-from gateway.generation import GenerationRequest
+from gateway.generation import GenerationRequest, Prompt
 from gateway.generation_request import generation_request
 from gateway.openai_request import (
     ChatFields,
@@ -51,22 +52,36 @@ async def chat_request(
     request_id: str,
     trace: TraceContext | None,
     names: FieldNames | None = None,
+    drops_oldest: bool = False,
 ) -> ChatRequest:
     """Return the request of a body of POST /v1/chat/completions.
 
-    ``names`` are those of the API that the body was made for. Raises InvalidRequestError naming the
-    field at fault, and NotFoundError for another model.
+    ``names`` are those of the API that the body was made for. ``drops_oldest``: turns that the
+    context cannot hold are dropped. Raises InvalidRequestError naming the field at fault, and
+    NotFoundError for another model.
     """
     names = names or FieldNames()
     with names.in_errors():
         fields, options = parse_chat(body, core.sampling_defaults)
         core.check_model(fields.model)
         core.chat_forms.check(options.tool_use)
-        text = await chat_text(core, fields, options.tool_use)
+
+        kept = await core.num_kept(options.truncate_prompt_tokens, options.sampling.max_tokens)
+        text = ""
+
+        async def prompt_of(fields: ChatFields) -> Prompt:
+            nonlocal text
+            text = await chat_text(core, fields, options.tool_use)
+            return await core.encode(
+                text, field="messages", add_special_tokens=fields.add_special_tokens, keep_last=kept
+            )
+
+        if drops_oldest:
+            prompt = await newest_turns(fields, prompt_of, (await core.info()).max_model_len)
+        else:
+            prompt = await prompt_of(fields)
         options = _with_reply(core, options, text, continues=fields.continue_final_message)
         options = dataclasses.replace(options, grammar_field=names.own(options.grammar_field))
-        kept = await core.num_kept(options.truncate_prompt_tokens, options.sampling.max_tokens)
-        prompt = await core.encode(text, field="messages", add_special_tokens=fields.add_special_tokens, keep_last=kept)
         generation = await generation_request(core, request_id, (prompt,), options, trace)
         await core.check(generation, prompt_field="messages")
     return ChatRequest(options, generation, core.answered_model(fields.model))

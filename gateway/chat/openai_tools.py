@@ -11,6 +11,7 @@ from foretoken import limits
 from foretoken.errors import InvalidRequestError
 from gateway.chat.tools import ChoiceMode, Tool, ToolChoice, ToolUse, checked_use
 from gateway.fields import Fields
+from gateway.json_depth import is_too_deep
 
 
 class OpenFields(Fields):
@@ -76,7 +77,7 @@ def arguments_object(arguments: object) -> object:
         value = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:
         return arguments
-    return value if isinstance(value, dict) else arguments
+    return value if isinstance(value, dict) and not is_too_deep(value) else arguments
 
 
 def _choice(value: object) -> tuple[frozenset[str] | None, ToolChoice]:

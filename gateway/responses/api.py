@@ -25,7 +25,10 @@ def responses_router(core: GatewayCore) -> APIRouter:
         """Answer an input with a response object."""
         body = parse_responses(await http.read_object(request, core.check_open))
         request_id, trace = http.new_id("resp", "_"), http.trace_context(request)
-        chat = await chat_request(core, body.chat, request_id=request_id, trace=trace, names=body.names)
+        drops_oldest = body.fields.truncation == "auto"
+        chat = await chat_request(
+            core, body.chat, request_id=request_id, trace=trace, names=body.names, drops_oldest=drops_oldest
+        )
         reply = ResponsesFormat(chat, body.fields, core.settings, core.tokenizer)
         client_id = http.client_id(request)
         return Exchange(core, chat.generation, reply, stream=body.fields.stream, api=URL, client_id=client_id)

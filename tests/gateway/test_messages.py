@@ -155,7 +155,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
     ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "'document'"),
-    ({"messages": [{"role": "user", "content": "word " * 200}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "word " * 200}]}, "prompt is too long: "),
     ({"system": [{"type": "image"}]}, "system.0"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
     ({"tools": [{"name": "a"}]}, "tools.0.input_schema"),

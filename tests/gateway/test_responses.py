@@ -285,3 +285,37 @@ async def test_requests_are_counted_and_logged_under_their_api(stack: Stack, cap
     ended, refused = caplog.records
     assert (ended.message, ended.api, ended.client_request_id) == ("request", URL, "mine")  # type: ignore[attr-defined]
     assert (refused.message, refused.api, refused.field) == ("request refused", URL, "input")  # type: ignore[attr-defined]
+
+
+async def test_truncation_drops_the_oldest_turns_that_leave_no_room(stack: Stack) -> None:
+    """The scripted model's context is 128 tokens: a quarter of it stays for the answer."""
+    turns = [
+        {"role": role, "content": f"{number} hello world"} for number in range(9) for role in ("user", "assistant")
+    ]
+    items = [{"role": "developer", "content": "be brief"}, *turns, {"role": "user", "content": "last"}]
+
+    async def kept(**fields: Any) -> str:
+        answer = await stack.http.post(URL, json={"input": items, "truncation": "auto", **fields})
+        assert answer.status_code == 200, answer.text
+        ids = stack.verifier.submitted[-1].prompt_token_ids
+        return stack.tokenizer.decode(ids, skip_special_tokens=False)
+
+    assert (await stack.http.post(URL, json={"input": items})).status_code == 400
+    longest, shorter = await kept(max_output_tokens=1), await kept()
+    for prompt in (longest, shorter):
+        first, _, rest = prompt.partition("\n")
+        assert first == "<|user|>system: be brief"
+        number = int(rest.removeprefix("<|user|>user: ")[0])
+        texts = [f"<|user|>{turn['role']}: {turn['content']}\n" for turn in turns[2 * number :]]
+        assert rest == "".join(texts) + "<|user|>user: last\nassistant: "
+        # One more turn would have been too much.
+        more = len(stack.ids(f"<|user|>user: {number} hello world\n<|user|>assistant: {number} hello world\n"))
+        most = 127 if prompt is longest else 96
+        assert len(stack.ids(prompt)) <= most < len(stack.ids(prompt)) + more
+    assert len(shorter) < len(longest)
+    # The last turn alone may use the room; a longer one is refused.
+    items[1:] = [turns[0], {"role": "user", "content": "hello world " * 18}]
+    assert "0 hello" not in await kept()
+    items[1:] = [{"role": "user", "content": "word " * 200}]
+    refused = await stack.http.post(URL, json={"input": items, "truncation": "auto"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
