@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -89,7 +89,7 @@ def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
     @app.get("/ping", tags=["Operation"])
     async def ping() -> Response:
         """Return 200 while this process lives, with an empty body, as in vLLM."""
-        return Response()
+        return PlainTextResponse("")
 
     @app.get("/ready", tags=["Operation"])
     async def ready() -> Response:

@@ -80,7 +80,7 @@ async def _token_bytes(core: GatewayCore, fields: CorpusFields) -> bytes:
         raise InvalidRequestError("give either text or token_ids", field="text")
     if fields.text is not None:
         field = "text"
-        token_ids = await core.token_ids(fields.text, _check_text_length, field=field)
+        token_ids = await core.texts.token_ids(fields.text, _check_text_length, field=field)
     elif is_id_list(fields.token_ids):
         field, token_ids = "token_ids", fields.token_ids
     else:

@@ -239,7 +239,7 @@ async def _prompts(core: GatewayCore, fields: GenerateFields) -> tuple[tuple[Pro
         raise InvalidRequestError("give either text or input_ids", field="text")
     if fields.text is not None:
         texts = one_or_many_strings("text", fields.text, limits.MAX_PROMPTS_PER_REQUEST)
-        return tuple([await core.encode(text, field="text") for text in texts]), isinstance(fields.text, list)
+        return tuple([await core.texts.encode(text, field="text") for text in texts]), isinstance(fields.text, list)
     if is_id_list(fields.input_ids):
         return (Prompt(tuple(fields.input_ids)),), False
     lists = fields.input_ids
@@ -252,7 +252,7 @@ async def _prediction(core: GatewayCore, value: object) -> tuple[int, ...]:
     if value is None or value == []:
         return ()
     if isinstance(value, str):
-        return await core.encode_prediction(value, field="prediction")
+        return await core.texts.encode_prediction(value, field="prediction")
     if not is_id_list(value):
         raise InvalidRequestError("prediction must be a string or a list of token ids", field="prediction")
     return tuple(value)  # type: ignore[arg-type]
@@ -285,7 +285,7 @@ async def _sampling(core: GatewayCore, fields: GenerateFields, sampling: SglangS
         prompt_logprobs=fields.top_logprobs_num if wants_prompt else None,
         grammar=_grammar(sampling),
         allowed_token_ids=allowed_ids(sampling.allowed_token_ids),
-        bad_token_ids=await core.encode_bad_words(bad_words),
+        bad_token_ids=await core.texts.encode_bad_words(bad_words),
     )
 
 

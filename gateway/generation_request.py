@@ -18,7 +18,7 @@ async def generation_request(
     trace: TraceContext | None,
 ) -> GenerationRequest:
     """Return the generation. Raises InvalidRequestError for a prediction that is too long."""
-    bad_token_ids = await core.encode_bad_words(options.bad_words)
+    bad_token_ids = await core.texts.encode_bad_words(options.bad_words)
     return GenerationRequest(
         id=request_id,
         prompts=prompts,
@@ -33,6 +33,6 @@ async def generation_request(
         timeout_ms=core.timeout_ms,
         trace=trace,
         grammar_field=options.grammar_field,
-        prediction_ids=await core.encode_prediction(options.prediction, field="prediction.content"),
+        prediction_ids=await core.texts.encode_prediction(options.prediction, field="prediction.content"),
         priority=options.priority,
     )

@@ -93,10 +93,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         bad_words = text_list("bad_words", request.bad_words, limits.MAX_BAD_WORDS, limits.MAX_BAD_WORD_CHARS)
         sampling = self._sampling(request.sampling)
         if bad_words:
-            bad_token_ids = (*sampling.bad_token_ids, *await core.encode_bad_words(bad_words))
+            bad_token_ids = (*sampling.bad_token_ids, *await core.texts.encode_bad_words(bad_words))
             sampling = dataclasses.replace(sampling, bad_token_ids=bad_token_ids)
         truncate = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
-        kept = await core.num_kept(truncate, sampling.max_tokens)
+        kept = await core.texts.num_kept(truncate, sampling.max_tokens)
         generation = GenerationRequest(
             id=f"grpc-{uuid.uuid4().hex}",
             prompts=(await self._prompt(request, kept),),
@@ -137,7 +137,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             limits.check_prompt_length(kind, len(request.token_ids.ids), (await self._core.info()).max_model_len)
             return Prompt(tuple(request.token_ids.ids))
         add_special_tokens = not request.skip_special_tokens_in_prompt
-        return await self._core.encode(
+        return await self._core.texts.encode(
             request.text, field="text", add_special_tokens=add_special_tokens, keep_last=kept
         )
 
@@ -146,7 +146,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             count = len(request.prediction_token_ids.ids)
             limits.check_prediction_length("prediction", count, (await self._core.info()).max_model_len)
             return tuple(request.prediction_token_ids.ids)
-        return await self._core.encode_prediction(request.prediction_text, field="prediction_text")
+        return await self._core.texts.encode_prediction(request.prediction_text, field="prediction_text")
 
 
 def _timeout_ms(context: Context, most: int) -> int:

@@ -11,13 +11,14 @@ from fastapi.responses import Response
 
 from gateway import http
 from gateway.chat.chat_request import chat_request
-from gateway.core import GatewayCore, cut_prompt
+from gateway.core import GatewayCore
 from gateway.exchange import Exchange
 from gateway.generation import GenerationRequest, Prompt
 from gateway.generation_request import generation_request
 from gateway.openai_request import ChatFields, CompletionFields, GenerationOptions, parse_completion, prompts_of
 from gateway.openai_response import ChatFormat, CompletionFormat
 from gateway.reply_format import ReplyFormat
+from gateway.texts import cut_prompt
 
 
 def openai_router(core: GatewayCore) -> APIRouter:
@@ -42,9 +43,9 @@ def openai_router(core: GatewayCore) -> APIRouter:
         body = await http.read_object(request, core.check_open)
         fields, options = parse_completion(body, core.sampling_defaults)
         core.check_model(fields.model)
-        kept = await core.num_kept(options.truncate_prompt_tokens, options.sampling.max_tokens)
+        kept = await core.texts.num_kept(options.truncate_prompt_tokens, options.sampling.max_tokens)
         prompts = [
-            await core.encode(item, add_special_tokens=fields.add_special_tokens, keep_last=kept)
+            await core.texts.encode(item, add_special_tokens=fields.add_special_tokens, keep_last=kept)
             if isinstance(item, str)
             else cut_prompt(Prompt(tuple(item)), kept)
             for item in prompts_of(fields.prompt)
@@ -73,7 +74,7 @@ async def _with_texts(core: GatewayCore, request: GenerationRequest) -> Generati
     for prompt in request.prompts:
         text = prompt.text
         if text is None:
-            text = await core.decode(prompt.ids, skip_special_tokens=request.skip_special_tokens)
+            text = await core.texts.decode(prompt.ids, skip_special_tokens=request.skip_special_tokens)
         prompts.append(Prompt(prompt.ids, text))
     return dataclasses.replace(request, prompts=tuple(prompts))
 

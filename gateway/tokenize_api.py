@@ -51,7 +51,7 @@ def tokenize_router(core: GatewayCore) -> APIRouter:
         else:
             fields = validate(TokenizeFields, body, ignored=IGNORED)
             core.check_model(fields.model)
-            ids = await core.tokenize(fields.prompt, field="prompt", add_special_tokens=fields.add_special_tokens)
+            ids = await core.texts.tokenize(fields.prompt, field="prompt", add_special_tokens=fields.add_special_tokens)
         max_model_len = (await core.info()).max_model_len
 
         def answer() -> Response:
@@ -60,7 +60,7 @@ def tokenize_router(core: GatewayCore) -> APIRouter:
                 {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": names}
             )
 
-        return answer() if len(ids) <= SHORT_TEXT_TOKENS else await core.in_text_thread(answer)
+        return answer() if len(ids) <= SHORT_TEXT_TOKENS else await core.texts.in_thread(answer)
 
     @router.post("/detokenize", openapi_extra=http.body_schema(DetokenizeFields))
     async def detokenize(request: Request) -> Response:
@@ -72,7 +72,7 @@ def tokenize_router(core: GatewayCore) -> APIRouter:
         if fields.tokens != [] and not is_id_list(fields.tokens):
             raise InvalidRequestError("tokens must be a list of token ids", field="tokens")
         limits.check_token_ids("tokens", fields.tokens, (await core.info()).vocab_size)
-        text = await core.decode(fields.tokens, skip_special_tokens=fields.skip_special_tokens)
+        text = await core.texts.decode(fields.tokens, skip_special_tokens=fields.skip_special_tokens)
         return http.json_response({"prompt": text})
 
     @router.get("/tokenizer_info")

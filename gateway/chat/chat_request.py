@@ -66,13 +66,13 @@ async def chat_request(
         core.check_model(fields.model)
         core.chat_forms.check(options.tool_use)
 
-        kept = await core.num_kept(options.truncate_prompt_tokens, options.sampling.max_tokens)
+        kept = await core.texts.num_kept(options.truncate_prompt_tokens, options.sampling.max_tokens)
         text = ""
 
         async def prompt_of(fields: ChatFields) -> Prompt:
             nonlocal text
             text = await chat_text(core, fields, options.tool_use)
-            return await core.encode(
+            return await core.texts.encode(
                 text, field="messages", add_special_tokens=fields.add_special_tokens, keep_last=kept
             )
 
@@ -94,7 +94,7 @@ async def chat_token_ids(core: GatewayCore, body: dict[str, Any], names: FieldNa
         core.check_model(fields.model)
         core.chat_forms.check(options.tool_use)
         text = await chat_text(core, fields, options.tool_use)
-        return await core.tokenize(text, field="messages", add_special_tokens=fields.add_special_tokens)
+        return await core.texts.tokenize(text, field="messages", add_special_tokens=fields.add_special_tokens)
 
 
 async def chat_text(core: GatewayCore, fields: ChatFields, use: ToolUse) -> str:
@@ -122,7 +122,7 @@ async def chat_text(core: GatewayCore, fields: ChatFields, use: ToolUse) -> str:
         return render()
     try:
         async with asyncio.timeout(TEMPLATE_TIMEOUT_S):
-            return await core.in_text_thread(render)
+            return await core.texts.in_thread(render)
     except TimeoutError:
         raise InvalidRequestError(
             f"the chat template takes longer than {TEMPLATE_TIMEOUT_S:g} s for these messages", field="messages"

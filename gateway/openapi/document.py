@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from gateway.access.routes import Who, who_may_call
 from gateway.anthropic.body import CountTokensFields, MessagesFields
 from gateway.fields import Fields
 from gateway.generate_api import SglangSamplingFields
@@ -26,6 +27,7 @@ NONE = ""
 # By operation: the body of 200, or its media type if it is not JSON.
 ANSWERS: dict[tuple[str, str], Body] = {
     ("GET", "/health"): answers.Health,
+    ("GET", "/ping"): TEXT,
     ("GET", "/ready"): answers.Readiness,
     ("GET", "/version"): answers.Version,
     ("GET", "/metrics"): TEXT,
@@ -85,7 +87,7 @@ _EVENT = {
     "required": ["data"],
 }
 # Calls that need no model.
-_PLAIN = {"/health"}
+_PLAIN = {"/health", "/ping"}
 EXAMPLES: dict[str, Schema] = {
     "/v1/completions": {"prompt": "def add(a, b):", "max_tokens": 16, "temperature": 0},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 16},
@@ -106,8 +108,17 @@ TAGS = [
     {"name": "Tokenizer", "description": "vLLM's tokenizer API."},
     {"name": "Operation", "description": "State, metrics, and the operator's calls."},
 ]
-# How a caller shows a key.
-SECURITY_SCHEMES: dict[str, Schema] = {"operator": {"type": "http", "scheme": "bearer"}}
+# How a caller shows a key. A server without keys asks for none.
+SECURITY_SCHEMES: dict[str, Schema] = {
+    "operator": {"type": "http", "scheme": "bearer", "description": "The operator's key."},
+    "key": {"type": "http", "scheme": "bearer", "description": "A client's key."},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "A client's key."},
+}
+_SECURITY: dict[Who, list[Schema]] = {
+    Who.CALLER: [{}, {"key": []}, {"x-api-key": []}],
+    Who.OBSERVER: [{}, {"key": []}, {"x-api-key": []}, {"operator": []}],
+    Who.OPERATOR: [{"operator": []}],
+}
 OPERATORS = ("/v1/corpora", "/v1/drafters")
 
 
@@ -159,8 +170,12 @@ def _complete(path: str, method: str, operation: Schema, schemas: Schema) -> Non
             "description": "Not ready, or draining.",
             "content": {JSON: {"schema": {"$ref": COMPONENTS + "Readiness"}}},
         }
-    if path.startswith(OPERATORS):
-        operation["security"] = [{"operator": []}]
+    who = who_may_call(method, path)
+    if who in _SECURITY:
+        operation["security"] = _SECURITY[who]
+        codes = (401, 403) if who is not Who.CALLER else (401, 403, 429)
+        for status in codes:
+            operation["responses"].setdefault(str(status), {"description": _STATUSES[status], **error})
 
 
 def _complete_body(path: str, body: Schema) -> None:

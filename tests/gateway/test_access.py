@@ -142,7 +142,9 @@ async def test_a_refused_call_learns_nothing(stack: Stack, call: str) -> None:
         assert not [word for word in SECRETS_OF_THE_SERVER if word in shown], (route, call, shown)
         assert "retry-after" in answer.headers.get("access-control-expose-headers", "retry-after")
         assert ("access-control-allow-origin" in answer.headers) is (call == "a page with no key")
-    assert not stack.verifier.submitted
+    # /health_generate needs no body: a tenant may call it.
+    ran = [sequence for sequence in stack.verifier.submitted if not sequence.request_id.startswith("health-")]
+    assert not ran and (call == "a tenant's key" or not stack.verifier.submitted)
 
 
 async def test_a_page_asks_first_without_a_key(stack: Stack) -> None:
