@@ -23,14 +23,14 @@ from gateway.callers import CallerCheck, CallerMiddleware
 from gateway.core import GatewayCore
 from gateway.corpora_api import corpora_router
 from gateway.drafters_api import drafters_router
-from gateway.generate_api import generate_router
 from gateway.ignored_fields import IgnoredFieldsMiddleware
 from gateway.messages import VerifierInfo
-from gateway.openai_api import openai_router
+from gateway.openai.api import openai_router
 from gateway.openapi.document import complete, methods_of
 from gateway.openapi.page import SECURITY_POLICY, page
 from gateway.responses.api import responses_router
 from gateway.sglang.control import control_router
+from gateway.sglang.generate import generate_router
 from gateway.sglang.info import info_router
 from gateway.tokenize_api import tokenize_router
 

@@ -7,7 +7,7 @@ import dataclasses
 from foretoken.tracing import TraceContext
 from gateway.core import GatewayCore
 from gateway.generation import GenerationRequest, Prompt
-from gateway.openai_request import GenerationOptions
+from gateway.openai.request import GenerationOptions
 
 
 async def generation_request(

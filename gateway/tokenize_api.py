@@ -14,7 +14,7 @@ from gateway import http
 from gateway.chat.chat_request import chat_token_ids
 from gateway.core import GatewayCore
 from gateway.fields import Fields, is_id_list, validate
-from gateway.openai_request import IGNORED
+from gateway.openai.request import IGNORED
 from gateway.tokenizer import SHORT_TEXT_TOKENS
 
 

@@ -31,7 +31,8 @@ python -m foretoken.launch_server --model M --speculative-algo EAGLE --speculati
   the MTP layers of the target's checkpoint draft. `LOOKAHEAD` is the old name of `NGRAM`.
 - `--speculative-token-map` takes a file or `ORG/NAME/FILE` on the hub. From a `.pt` file foretoken reads a list or a
   flat tensor of whole numbers, and nothing else; no code in it is run.
-- `--host 0.0.0.0` needs keys ([access.md](access.md)), or `--insecure`. `--config` names a TOML file ([settings.md](settings.md)), not YAML.
+- `--host 0.0.0.0` needs keys ([access.md](access.md)), or `--insecure`.
+- `--config` names a TOML file ([settings.md](settings.md)), not YAML.
 
 `make docs` writes this page from the table in `foretoken/commands/sglang_flags.py`.
 

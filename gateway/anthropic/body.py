@@ -13,7 +13,7 @@ from gateway.anthropic.tools import chat_tool_choice, chat_tools
 from gateway.anthropic.turns import conversation
 from gateway.chat.field_names import FieldNames
 from gateway.fields import Fields, check_in_range, validate
-from gateway.openai_request import SharedFields
+from gateway.openai.request import SharedFields
 
 # Hints and accounting for Anthropic's own service.
 IGNORED = frozenset(

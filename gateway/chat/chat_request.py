@@ -19,7 +19,7 @@ from gateway.chat.truncation import newest_turns
 from gateway.core import GatewayCore
 from gateway.generation import GenerationRequest, Prompt
 from gateway.generation_request import generation_request
-from gateway.openai_request import (
+from gateway.openai.request import (
     ChatFields,
     GenerationOptions,
     num_message_chars,

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from foretoken.errors import ContextLengthError
 from gateway.generation import Prompt
-from gateway.openai_request import ChatFields, ChatMessage
+from gateway.openai.request import ChatFields, ChatMessage
 
 # Room for the answer if the request names none, or more: this part of the context.
 ROOM_PART = 4

@@ -10,12 +10,12 @@ from pydantic import BaseModel
 from gateway.access.routes import Who, who_may_call
 from gateway.anthropic.body import CountTokensFields, MessagesFields
 from gateway.fields import Fields
-from gateway.generate_api import SglangSamplingFields
 from gateway.http import COMPONENTS, component_schemas
-from gateway.openai_request import ChatFields, CompletionFields
+from gateway.openai.request import ChatFields, CompletionFields
 from gateway.openapi import answers
 from gateway.openapi.bounds import add_bounds
 from gateway.responses.body import ResponsesFields
+from gateway.sglang.generate import SglangSamplingFields
 from gateway.tokenize_api import TokenizeFields
 
 Schema = dict[str, Any]

@@ -11,7 +11,7 @@ from foretoken import limits
 from foretoken.errors import InvalidRequestError
 from gateway.chat.field_names import FieldNames
 from gateway.fields import Fields, check_in_range, validate
-from gateway.openai_request import SharedFields
+from gateway.openai.request import SharedFields
 from gateway.responses.input_items import conversation
 from gateway.responses.tools import chat_tool_choice, chat_tools
 

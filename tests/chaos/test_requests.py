@@ -12,8 +12,8 @@ from google.protobuf import json_format
 
 from foretoken import limits, wire
 from foretoken.limits import ModelLimits
-from gateway.generate_api import GenerateFields, SglangSamplingFields
-from gateway.openai_request import parse_chat, parse_completion
+from gateway.openai.request import parse_chat, parse_completion
+from gateway.sglang.generate import GenerateFields, SglangSamplingFields
 from protos import gateway_pb2
 from tests.chaos.answer import Answer, Choice
 from tests.chaos.requests import Material, Request, draw_requests, num_sequences, with_stop

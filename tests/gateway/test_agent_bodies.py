@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from foretoken.errors import InvalidRequestError
 from gateway.anthropic.body import IGNORED, CountTokensFields, MessagesFields, parse_count_tokens, parse_messages
 from gateway.fields import Fields
-from gateway.openai_request import parse_chat, template_messages
+from gateway.openai.request import parse_chat, template_messages
 from gateway.responses.body import ResponsesFields, parse_responses
 
 WORDS = [

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from foretoken.errors import InvalidRequestError
 from foretoken.limits import MAX_BODY_BYTES
 from gateway.fields import parse_object
-from gateway.generate_api import GenerateFields
-from gateway.openai_request import GenerationOptions, parse_chat, parse_completion
+from gateway.openai.request import GenerationOptions, parse_chat, parse_completion
 from gateway.sampling_defaults import SamplingDefaults
+from gateway.sglang.generate import GenerateFields
 from tests.gateway.conftest import Stack, events
 from tests.gateway.scripted_verifier import Player, steps
 from tests.support.sampling_limits import NUMBERS

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gateway.http_protocol import HttpProtocol
-from gateway.openai_response import CompletionFormat
+from gateway.openai.response import CompletionFormat
 from protos import verifier_pb2
 from tests.gateway.conftest import LONG_TOKEN, Stack, events
 from tests.gateway.deployment import logprob

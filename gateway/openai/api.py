@@ -15,8 +15,8 @@ from gateway.core import GatewayCore
 from gateway.exchange import Exchange
 from gateway.generation import GenerationRequest, Prompt
 from gateway.generation_request import generation_request
-from gateway.openai_request import ChatFields, CompletionFields, GenerationOptions, parse_completion, prompts_of
-from gateway.openai_response import ChatFormat, CompletionFormat
+from gateway.openai.request import ChatFields, CompletionFields, GenerationOptions, parse_completion, prompts_of
+from gateway.openai.response import ChatFormat, CompletionFormat
 from gateway.reply_format import ReplyFormat
 from gateway.texts import cut_prompt
 

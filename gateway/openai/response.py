@@ -13,7 +13,7 @@ from gateway.chat.reply_reader import ReplyReader
 from gateway.figures import generation_metrics
 from gateway.generation import Delta, Generation, Output
 from gateway.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
-from gateway.openai_request import GenerationOptions
+from gateway.openai.request import GenerationOptions
 from gateway.reply_format import DONE, EVENT, EVENT_END, ReplyFormat, event
 from gateway.tokenizer import Tokenizer
 
