@@ -13,6 +13,7 @@ from google.protobuf import json_format
 from foretoken import limits, wire
 from foretoken.limits import ModelLimits
 from gateway.openai.request import parse_chat, parse_completion
+from gateway.sampling_defaults import SamplingDefaults
 from gateway.sglang.generate import GenerateFields, SglangSamplingFields
 from protos import gateway_pb2
 from tests.chaos.answer import Answer, Choice
@@ -51,7 +52,7 @@ def test_all_are_valid(requests: list[Request]) -> None:
             fields = {name: value for name, value in body.items() if value is not None}
             SglangSamplingFields.model_validate(GenerateFields.model_validate(fields).sampling_params)
         else:
-            _, options = (parse_chat if request.api == "chat" else parse_completion)(body)
+            _, options = (parse_chat if request.api == "chat" else parse_completion)(body, SamplingDefaults())
             limits.check_sampling(options.sampling, LIMITS)
             limits.check_speculation(options.speculation, LIMITS)
 

@@ -60,7 +60,7 @@ def test_settings_go_to_flags() -> None:
         disable_coupled_noise=True,
     )
     assert to_flags(settings) == [
-        *("--name", "e", "--dtype", "bfloat16", "--address", "unix:/d", "--algorithm", "EAGLE"),
+        *("--name", "e", "--address", "unix:/d", "--dtype", "bfloat16", "--algorithm", "EAGLE"),
         *("--speculative-draft-model-path", "/head", "--target", "/target"),
         *("--speculative-token-map", "/map.json", "--threads", "2", "--disable-coupled-noise"),
     ]

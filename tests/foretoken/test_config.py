@@ -28,7 +28,7 @@ def test_flags_are_those_off_their_default_after_the_argument() -> None:
     )
     assert to_flags(settings) == [
         "/m",
-        *("--served-model-name", "m", "--address", "unix:/v", "--threads", "2", "--disable-radix-cache"),
+        *("--address", "unix:/v", "--served-model-name", "m", "--threads", "2", "--disable-radix-cache"),
         *("--drafter", "name=a,address=unix:/a,transport=auto", "--drafter", "name=b,address=h:1,transport=auto"),
     ]
 

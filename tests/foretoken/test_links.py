@@ -50,10 +50,10 @@ def test_every_call_of_every_service_between_services_is_in_the_table() -> None:
     assert CALLERS.keys() == METHODS.keys()
 
 
-def test_operators_calls_are_those_that_change_drafters_or_corpora() -> None:
+def test_operators_calls_are_those_that_change_drafters_corpora_or_caches() -> None:
     operators = {name for name, caller in CALLERS.items() if caller is Caller.OPERATOR}
     assert operators == {
-        name for name in CALLERS if "Corp" in name or name.endswith(("AttachDrafter", "DetachDrafter"))
+        name for name in CALLERS if "Corp" in name or name.endswith(("AttachDrafter", "DetachDrafter", "FlushCache"))
     }
     assert {name for name, caller in CALLERS.items() if caller is Caller.ANYBODY} == {
         name for name in CALLERS if name.startswith("/grpc.health.v1.")

@@ -15,6 +15,7 @@ from gateway.anthropic.body import IGNORED, CountTokensFields, MessagesFields, p
 from gateway.fields import Fields
 from gateway.openai.request import parse_chat, template_messages
 from gateway.responses.body import ResponsesFields, parse_responses
+from gateway.sampling_defaults import SamplingDefaults
 
 WORDS = [
     "type",
@@ -120,7 +121,7 @@ def test_no_value_at_any_place_is_a_fault(data: st.DataObject, chosen: tuple[dic
         try:
             parsed = parse(copy.deepcopy(body))
             with parsed.names.in_errors():
-                fields, _ = parse_chat(parsed.chat)
+                fields, _ = parse_chat(parsed.chat, SamplingDefaults())
                 template_messages(fields.messages)
         except InvalidRequestError as error:
             assert error.message
@@ -131,5 +132,5 @@ def test_no_value_at_any_place_is_a_fault(data: st.DataObject, chosen: tuple[dic
 def test_the_examples_themselves_are_chats() -> None:
     for example, parsers in PARSERS:
         for parse, _ in parsers:
-            fields, _ = parse_chat(parse(example).chat)
+            fields, _ = parse_chat(parse(example).chat, SamplingDefaults())
             assert fields.messages and fields.tools and fields.response_format

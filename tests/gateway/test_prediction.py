@@ -186,11 +186,6 @@ async def test_grpc(stack: Stack, as_ids: bool) -> None:
             "prediction.content",
         ),
         (
-            "/v1/chat/completions",
-            {**CHAT, "prediction": {"type": "content", "content": "x", "more": 1}},
-            "prediction.more",
-        ),
-        (
             "/v1/completions",
             {"prompt": ["a", "b"], "prediction": {"type": "content", "content": "x"}},
             "prediction",
