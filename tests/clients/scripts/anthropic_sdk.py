@@ -4,13 +4,15 @@ import anthropic
 import server
 
 client = anthropic.Anthropic(base_url=server.URL, api_key=server.KEY, max_retries=0)
+# The SDK's own signature has no temperature.
+greedy = {"extra_body": {"temperature": 0}}
 expected = server.chat_text(40)
-answer = client.messages.create(model=server.MODEL, messages=server.MESSAGES, max_tokens=40, temperature=0)
+answer = client.messages.create(model=server.MODEL, messages=server.MESSAGES, max_tokens=40, **greedy)
 assert answer.content[0].text == expected and answer.usage.output_tokens > 0
-with client.messages.stream(model=server.MODEL, messages=server.MESSAGES, max_tokens=40, temperature=0) as stream:
+with client.messages.stream(model=server.MODEL, messages=server.MESSAGES, max_tokens=40, **greedy) as stream:
     assert "".join(stream.text_stream) == expected
 tool = {"name": "get_weather", "description": "Get a forecast.", "input_schema": server.PARAMETERS}
-for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
+for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "get_weather"}):
     call = client.messages.create(
         model=server.MODEL, messages=server.MESSAGES, tools=[tool], tool_choice=choice, max_tokens=200
     )

@@ -57,7 +57,7 @@ try:
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected
     call = client.chat.completions.create(
-        model="ours", messages=server.MESSAGES, tools=[server.TOOL], tool_choice="required", max_tokens=200
+        model="ours", messages=server.MESSAGES, tools=[server.TOOL], tool_choice="required", parallel_tool_calls=False
     )
     assert server.is_forecast(json.loads(call.choices[0].message.tool_calls[0].function.arguments))
 finally:

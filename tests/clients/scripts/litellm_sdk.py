@@ -16,7 +16,7 @@ for provider in ("openai", "hosted_vllm"):
     chunks = litellm.completion(messages=server.MESSAGES, max_tokens=40, temperature=0, stream=True, **given)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
     call = litellm.completion(
-        messages=server.MESSAGES, tools=[server.TOOL], tool_choice="required", max_tokens=200, **given
+        messages=server.MESSAGES, tools=[server.TOOL], tool_choice="required", parallel_tool_calls=False, **given
     )
     assert server.is_forecast(json.loads(call.choices[0].message.tool_calls[0].function.arguments))
     try:

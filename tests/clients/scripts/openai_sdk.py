@@ -10,6 +10,8 @@ from pydantic import BaseModel, Field
 
 client = openai.OpenAI(base_url=server.BASE_URL, api_key=server.KEY, max_retries=0)
 expected = server.chat_text(40)
+# Several calls could go on to the limit.
+ONE_CALL = {"tools": [server.TOOL], "parallel_tool_calls": False, "max_tokens": 200}
 
 chat = client.chat.completions.create(model=server.MODEL, messages=server.MESSAGES, max_tokens=40, temperature=0)
 assert chat.choices[0].message.content == expected
@@ -29,7 +31,7 @@ assert parts[-1].usage is not None
 
 for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
     call = client.chat.completions.create(
-        model=server.MODEL, messages=server.MESSAGES, tools=[server.TOOL], tool_choice=choice, max_tokens=200
+        model=server.MODEL, messages=server.MESSAGES, tool_choice=choice, **ONE_CALL
     )
     message = call.choices[0].message
     assert message.tool_calls and server.is_forecast(json.loads(message.tool_calls[0].function.arguments)), message
@@ -48,7 +50,7 @@ for choice in ("required", {"type": "function", "function": {"name": "get_weathe
     assert again.choices[0].message.content is not None
 
 with client.chat.completions.stream(
-    model=server.MODEL, messages=server.MESSAGES, tools=[server.TOOL], tool_choice="required", max_tokens=200
+    model=server.MODEL, messages=server.MESSAGES, tool_choice="required", **ONE_CALL
 ) as stream:
     final = stream.get_final_completion()
 assert server.is_forecast(json.loads(final.choices[0].message.tool_calls[0].function.arguments))
@@ -67,9 +69,13 @@ assert isinstance(parsed.choices[0].message.parsed, Forecast)
 response = client.responses.create(model=server.MODEL, input=server.QUESTION, max_output_tokens=40, temperature=0)
 assert response.output_text == expected
 with client.responses.stream(model=server.MODEL, input=server.QUESTION, max_output_tokens=40, temperature=0) as events:
-    for _ in events:
-        pass
-    assert events.get_final_response().output_text == expected
+    seen = list(events)
+assert "".join(event.delta for event in seen if event.type == "response.output_text.delta") == expected
+assert seen[-1].type == "response.incomplete" and seen[-1].response.output_text == expected
+with client.responses.stream(
+    model=server.MODEL, input=server.QUESTION, text_format=Forecast, max_output_tokens=100
+) as events:
+    assert isinstance(events.get_final_response().output_parsed, Forecast)
 
 completion = client.completions.create(model=server.MODEL, prompt="def add(a, b):", max_tokens=8, temperature=0)
 assert completion.choices[0].text
