@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
-from foretoken.telemetry import Family, MetricRegistry, render, with_vllm_names
+from foretoken.telemetry import PREFIX, Family, MetricRegistry, render, with_vllm_names
 from gateway.access.key_metrics import KeyMetrics
 from gateway.generation import Generation, Output
 from gateway.messages import VerifierInfo
 from gateway.verifier_metrics import VerifierMetrics
 
+_READ_BY_VLLM_BENCH = PREFIX + "spec_decode_"
 # The buckets of gen_ai.server.request.duration in OpenTelemetry's conventions.
 _LATENCY_BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _FIRST_TOKEN_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
@@ -36,7 +37,8 @@ class GatewayMetrics:
     ) -> None:
         """``num_requests``: requests in the gateway; ``num_waiting``: sequences without a verifier.
 
-        ``vllm_names``: also show vLLM's metrics under vLLM's names.
+        ``vllm_names``: show all of vLLM's metrics under vLLM's names, too; without it only those that
+        `vllm bench serve` reads.
         """
         self._vllm_names = vllm_names
         self._verifier = VerifierMetrics(model_name)
@@ -99,9 +101,10 @@ class GatewayMetrics:
         """
         families = self.own_families() if self.gather is None else await self.gather()
         families += self._verifier.families(infos)
-        if self._vllm_names:
-            families = with_vllm_names(families, self._registry.in_vllm | self._verifier.in_vllm)
-        return render(families)
+        names = self._registry.in_vllm | self._verifier.in_vllm
+        if not self._vllm_names:
+            names = {name for name in names if name.startswith(_READ_BY_VLLM_BENCH)}
+        return render(with_vllm_names(families, names))
 
     def close(self) -> None:
         self._registry.close()

@@ -40,7 +40,7 @@ CLIENTS = (
     Client("pydantic_agents", ("pydantic-ai-slim[openai]",)),
     Client("openai_agents", ("openai-agents",)),
     Client("anthropic_sdk", ("anthropic",)),
-    Client("lm_eval_harness", ("torch", "lm-eval[api]", "transformers")),
+    Client("lm_eval_harness", ("torch", "lm-eval[api,hf]")),
     Client("inspect_evals", ("inspect-ai", "openai")),
     Client("guidellm_load", ("torch", "guidellm")),
     Client("aiperf_load", ("aiperf",)),
