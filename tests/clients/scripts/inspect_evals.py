@@ -13,9 +13,10 @@ from inspect_ai.scorer import includes
 from inspect_ai.solver import generate
 
 expected = server.chat_text(40)
-task = Task(dataset=[Sample(server.QUESTION, target=expected[:10])] * 2, solver=generate(), scorer=includes())
+samples = [Sample(server.QUESTION, target=expected[:10], id=number) for number in (1, 2)]
+task = Task(dataset=samples, solver=generate(), scorer=includes())
 (log,) = eval(
-    task, model=f"openai-api/foretoken/{server.MODEL}", max_tokens=40, temperature=0, display="none", log_dir="logs"
+    task, model=f"openai-api/foretoken/{server.MODEL}", max_tokens=40, temperature=0, display="plain", log_dir="logs"
 )
 assert log.status == "success", log.error
 assert [sample.output.completion for sample in log.samples] == [expected] * 2
