@@ -36,7 +36,7 @@ PROTOC := python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_pyth
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-all test-compose test-lowest bench bench-drafters bench-load bench-gpu-check bench-serving-check chaos lint format docs proto locks setup clean
+.PHONY: help serve test test-all test-clients test-compose test-lowest bench bench-drafters bench-load bench-gpu-check bench-serving-check chaos lint format docs proto locks setup clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -100,6 +100,8 @@ proto: $(GENERATOR) ## Generate the stubs of protos/*.proto.
 	@PYTHONPATH=$(GENERATOR) $(BIN)/$(PROTOC) protos/*.proto
 	@rm protos/common_pb2_grpc.py  # It has no service.
 
+test-clients: $(DEV) ## Install other projects' clients, unmodified, and run them against a server.
+	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m pytest --clients -rs tests/clients $(ARGS)
 locks: $(BIN)/python $(UV) ## Write docker/locks/ from pyproject.toml and constraints.txt.
 	@$(BIN)/python docker/lock.py $(UV)/bin/uv
 

@@ -31,10 +31,15 @@ def counters(address: Address) -> Counters:
 
 
 def parse(text: str) -> Counters:
-    """Return the counters of one exposition, without the server's prefix and without ``_total``."""
+    """Return the counters of one exposition, without the server's prefix and without ``_total``.
+
+    foretoken shows some of its counters under vLLM's names, too: those are left out.
+    """
     found: Counters = {}
-    for family in text_string_to_metric_families(text):
-        if family.type != "counter":
+    families = list(text_string_to_metric_families(text))
+    is_ours = any(family.name.startswith("foretoken_") for family in families)
+    for family in families:
+        if family.type != "counter" or (is_ours and family.name.startswith("vllm:")):
             continue
         for sample in family.samples:
             if not sample.name.endswith("_total"):

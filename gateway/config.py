@@ -133,7 +133,9 @@ class GatewaySettings(ServedModelSettings):
     liveness_socket: Annotated[Path | None, Flag(hidden=True)] = Field(
         default=None, description="Socket on which the supervisor asks when the event loop last turned."
     )
-    vllm_metric_names: bool = Field(default=False, description="Also show metrics that vLLM has under vLLM's names.")
+    vllm_metric_names: bool = Field(
+        default=False, description="Also show all metrics that vLLM has under vLLM's names."
+    )
     admin_api_key_file: Annotated[
         Path | None, Flag(metavar="PATH", env="FORETOKEN_ADMIN_API_KEY_FILE", unset="none: no such endpoints")
     ] = Field(default=None, description="File with the key of the operator's endpoints /v1/corpora and /v1/drafters.")

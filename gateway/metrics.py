@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
-from foretoken.telemetry import Family, MetricRegistry, render, with_vllm_names
+from foretoken.telemetry import PREFIX, Family, MetricRegistry, render, with_vllm_names
 from gateway.access.key_metrics import KeyMetrics
 from gateway.generation import Generation
 from gateway.messages import VerifierInfo
 from gateway.request_histograms import RequestHistograms
 from gateway.verifier_metrics import VerifierMetrics
+
+_READ_BY_VLLM_BENCH = PREFIX + "spec_decode_"
 
 
 class GatewayMetrics:
@@ -28,7 +30,8 @@ class GatewayMetrics:
     ) -> None:
         """``num_requests``: requests in the gateway; ``num_waiting``: sequences without a verifier.
 
-        ``vllm_names``: also show vLLM's metrics under vLLM's names.
+        ``vllm_names``: show all of vLLM's metrics under vLLM's names, too; without it only those that
+        `vllm bench serve` reads.
         """
         self._vllm_names = vllm_names
         self._verifier = VerifierMetrics(model_name)
@@ -93,9 +96,10 @@ class GatewayMetrics:
         """
         families = self.own_families() if self.gather is None else await self.gather()
         families += self._verifier.families(infos)
-        if self._vllm_names:
-            families = with_vllm_names(families, self._registry.in_vllm | self._verifier.in_vllm)
-        return render(families)
+        names = self._registry.in_vllm | self._verifier.in_vllm
+        if not self._vllm_names:
+            names = {name for name in names if name.startswith(_READ_BY_VLLM_BENCH)}
+        return render(with_vllm_names(families, names))
 
     def close(self) -> None:
         self._registry.close()

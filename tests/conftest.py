@@ -1,7 +1,8 @@
 """Skips, hang guard and shared fixtures of all tests.
 
 Without a GPU only tests marked `gpu` are skipped: other tests run GPU kernels in Triton's
-interpreter. Tests marked `compose` build and run images, so only --compose runs them.
+interpreter. Tests marked `compose` build and run images, so only --compose runs them; those marked
+`clients` install other projects' clients, so only --clients runs them.
 """
 
 from __future__ import annotations
@@ -136,13 +137,15 @@ def strict_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--compose", action="store_true", help="run the tests that build and run containers")
+    parser.addoption("--clients", action="store_true", help="run the tests that install other projects' clients")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--compose"):
-        for item in items:
-            if item.get_closest_marker("compose"):
-                item.add_marker(pytest.mark.skip(reason="builds images; run it with: make test-compose"))
+    for marker, what in (("compose", "builds images"), ("clients", "installs other projects' clients")):
+        if not config.getoption(f"--{marker}"):
+            for item in items:
+                if item.get_closest_marker(marker):
+                    item.add_marker(pytest.mark.skip(reason=f"{what}; run it with: make test-{marker}"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

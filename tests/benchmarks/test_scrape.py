@@ -13,6 +13,9 @@ foretoken_engine_steps_total{model_name="m",verifier="b"} 5.0
 # TYPE foretoken_spec_decode_num_drafts_total counter
 foretoken_spec_decode_num_drafts_total{model_name="m",verifier="a",drafter="eagle3"} 20.0
 foretoken_spec_decode_num_drafts_total{model_name="m",verifier="a",drafter="ngram"} 4.0
+# HELP vllm:spec_decode_num_drafts_total Trees.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 24.0
 # HELP foretoken_num_requests_running Running.
 # TYPE foretoken_num_requests_running gauge
 foretoken_num_requests_running{model_name="m"} 3.0

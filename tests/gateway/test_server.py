@@ -135,6 +135,16 @@ async def test_vllms_names_show_the_same_samples(
     )
 
 
+async def test_what_vllm_bench_reads_is_shown_without_a_flag(stack: Stack) -> None:
+    stack.verifier.script = steps([65, 66], [67])
+    await stack.http.post(URL, json={"prompt": [5, 6, 7]})
+    lines = (await stack.http.get("/metrics")).text.splitlines()
+    assert {line.partition("{")[0] for line in lines if line.startswith("vllm:")} == {
+        f"vllm:spec_decode_num_{name}_total"
+        for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+    }
+
+
 # The metrics that vLLM's Grafana board and `vllm bench` read.
 VLLM_NAMES = (
     "num_requests_running",
