@@ -14,13 +14,14 @@ FOLDER = ROOT / ".client-environments"
 INSTALL_TIMEOUT_S = 1800
 
 
-def environment(name: str, requirements: Sequence[str]) -> Path:
+def environment(name: str, requirements: Sequence[str], bare: Sequence[str] = ()) -> Path:
     """Return the folder of an environment that has these requirements.
 
+    ``bare``: packages that are installed without what they require, such as libraries for a GPU.
     ``torch`` among them is installed as in the project's own environment: its CPU build where there is
     no GPU. Raises RuntimeError with pip's words if something cannot be installed.
     """
-    folder, wanted = FOLDER / name, "\n".join(requirements)
+    folder, wanted = FOLDER / name, "\n".join([*requirements, *bare])
     stamp = folder / "requirements.txt"
     if stamp.is_file() and stamp.read_text() == wanted:
         return folder
@@ -29,6 +30,8 @@ def environment(name: str, requirements: Sequence[str]) -> Path:
     if "torch" in requirements:
         _run(["sh", str(ROOT / "docker/install_torch.sh"), *pip], VIRTUAL_ENV=str(folder), cwd=ROOT)
     _run([*pip, *requirements])
+    if bare:
+        _run([*pip, "--no-deps", *bare])
     stamp.write_text(wanted)
     return folder
 

@@ -24,12 +24,20 @@ DEMO = ROOT / "models/demo/target"
 
 
 class Client(NamedTuple):
-    """A client's script and what pip installs for it."""
+    """A client's script and what pip installs for it; ``bare``: without what they require."""
 
     script: str
     requirements: tuple[str, ...]
+    bare: tuple[str, ...] = ()
 
 
+# What vLLM and SGLang import for their benchmarks: all that they require would be gigabytes for GPUs.
+IMPORTED_BY_ENGINES = (
+    *("torch", "torchvision", "transformers", "datasets", "aiohttp", "apache-tvm-ffi", "cachetools", "cbor2"),
+    *("compressed-tensors", "einops", "fastapi", "gguf", "ipython", "llguidance", "msgspec", "openai"),
+    *("openai-harmony", "orjson", "partial-json-parser", "pillow", "prometheus-client", "psutil", "py-cpuinfo"),
+    *("pybase64", "pydantic", "pyzmq", "requests", "sentencepiece", "uvicorn", "uvloop", "watchfiles", "xgrammar"),
+)
 CLIENTS = (
     Client("openai_sdk", ("openai",)),
     Client("langchain_sdk", ("langchain-openai", "langchain")),
@@ -44,6 +52,7 @@ CLIENTS = (
     Client("inspect_evals", ("inspect-ai", "openai")),
     Client("guidellm_load", ("torch", "guidellm")),
     Client("aiperf_load", ("aiperf",)),
+    Client("engine_benchmarks", IMPORTED_BY_ENGINES, ("vllm", "sglang")),
 )
 JAVASCRIPT = ("openai", "ai", "@ai-sdk/openai-compatible", "zod")
 
@@ -73,7 +82,7 @@ def run_script(stack: Stack, command: list[str], folder: Path, **variables: str)
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.script)
 def test_client(client: Client, stack: Stack, tmp_path: Path) -> None:
-    python = environment(client.script, client.requirements) / "bin/python"
+    python = environment(client.script, client.requirements, client.bare) / "bin/python"
     path = f"{python.parent}:{os.environ['PATH']}"
     run_script(stack, [str(python), str(SCRIPTS / f"{client.script}.py")], tmp_path, PATH=path)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ import server
 
 # The proxy has no way to choose a free port.
 PORT = 20_000 + os.getpid() % 20_000
+# The proxy does not start with a weak one.
+PROXY_KEY = "sk-" + secrets.token_urlsafe(32)
 MODELS = {
     "model_list": [
         {
@@ -38,7 +41,7 @@ proxy = subprocess.Popen(
         "--host",
         "127.0.0.1",
     ],
-    env=os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+    env=os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": PROXY_KEY},
 )
 try:
     while True:
@@ -48,7 +51,7 @@ try:
             break
         except (urllib.error.URLError, ConnectionError):
             time.sleep(0.2)
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="sk-none")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key=PROXY_KEY)
     expected = server.chat_text(40)
     answer = client.chat.completions.create(model="ours", messages=server.MESSAGES, max_tokens=40, temperature=0)
     assert answer.choices[0].message.content == expected
