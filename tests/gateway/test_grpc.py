@@ -7,8 +7,10 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from foretoken import rpc
 from gateway.grpc_api import SERVICE_NAME, GatewayServicer
@@ -212,7 +214,7 @@ async def test_the_callers_deadline_goes_on_to_the_verifier(stack: Stack) -> Non
     assert 0 < stack.verifier.submitted[0].timeout_ms <= 30_100
 
 
-async def test_model_health_and_reflection(stack: Stack) -> None:
+async def test_model_and_health(stack: Stack) -> None:
     async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
         model = await gateway_pb2_grpc.GatewayServiceStub(channel).GetModel(gateway_pb2.GetModelRequest())
         assert (model.model, model.max_model_len, list(model.drafters)) == ("tiny", 128, ["ngram"])
@@ -220,10 +222,27 @@ async def test_model_health_and_reflection(stack: Stack) -> None:
         for name in ("", SERVICE_NAME):
             answer = await check(health_pb2.HealthCheckRequest(service=name))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        request = reflection_pb2.ServerReflectionRequest(list_services="")
-        async for listed in stub.ServerReflectionInfo(iter([request])):
-            assert SERVICE_NAME in {service.name for service in listed.list_services_response.service}
+
+
+async def test_a_client_without_our_protos_streams_tokens(stack: Stack) -> None:
+    stack.verifier.script = steps([65, 66], [67])
+
+    def stream() -> list[Any]:
+        with grpc.insecure_channel(stack.grpc_address) as channel:
+            database = ProtoReflectionDescriptorDatabase(channel)
+            assert SERVICE_NAME in database.get_services()
+            service = DescriptorPool(database).FindServiceByName(SERVICE_NAME)
+            method = service.methods_by_name["Generate"]
+            call = channel.unary_stream(
+                f"/{service.full_name}/{method.name}",
+                request_serializer=lambda message: message.SerializeToString(),
+                response_deserializer=GetMessageClass(method.output_type).FromString,
+            )
+            return list(call(GetMessageClass(method.input_type)(text="a", sampling={"max_tokens": 3})))
+
+    # The reflection client blocks, and the server runs on this thread's loop.
+    responses = await asyncio.to_thread(stream)
+    assert [list(r.chunk.token_ids) for r in responses if r.HasField("chunk")] == [[65, 66], [67]]
 
 
 async def test_a_slow_reader_gets_merged_chunks(stack: Stack) -> None:
