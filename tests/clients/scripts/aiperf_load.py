@@ -1,4 +1,4 @@
-"""aiperf: a short load whose requests all succeed."""
+"""aiperf: a short load whose requests all succeed, with speculation reported."""
 
 import json
 import subprocess
@@ -41,3 +41,4 @@ subprocess.run(
 (path,) = Path("artifacts").rglob("profile_export_aiperf.json")
 report = json.loads(path.read_text())
 assert report["request_count"]["avg"] == 6 and not report.get("error_summary"), report
+assert report["total_spec_decode_steps"]["avg"] > 0

@@ -1,4 +1,4 @@
-"""langchain-openai: invoke, stream, tools, structured output, and an agent's loop with a tool."""
+"""langchain-openai: invoke, stream, tools, structured output, and a tool's result sent back."""
 
 from typing import Literal
 
