@@ -1,7 +1,6 @@
 """`vllm bench serve` and SGLang's bench_serving: short loads whose requests all succeed, with speculation reported."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +25,8 @@ report = json.loads(path.read_text())
 assert (report["completed"], report["failed"]) == (6, 0), printed
 assert "Speculative Decoding" in printed and report["spec_decode_num_drafts"] > 0, printed
 
-printed = run("sglang.bench_serving", "--backend", "sglang", "--dataset-name", "random-ids", "--output-file", "sg.jsonl")
+printed = run(
+    "sglang.bench_serving", "--backend", "sglang", "--dataset-name", "random-ids", "--output-file", "sg.jsonl"
+)
 report = json.loads(Path("sg.jsonl").read_text())
 assert report["completed"] == 6 and report["accept_length"] >= 1, printed

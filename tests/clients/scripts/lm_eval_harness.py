@@ -31,7 +31,7 @@ Path("choices.yaml").write_text(
 )
 Path("written.yaml").write_text(
     f"task: written\n{COMMON}output_type: generate_until\ndoc_to_target: '{{{{choices[0]}}}}'\n"
-    "generation_kwargs:\n  until: [\"\\n\\n\\n\"]\n  max_gen_toks: 100\n  temperature: 0\n"
+    'generation_kwargs:\n  until: ["\\n\\n\\n"]\n  max_gen_toks: 100\n  temperature: 0\n'
     "metric_list:\n  - metric: exact_match\n"
 )
 manager = TaskManager(include_path=".", include_defaults=False)

@@ -45,7 +45,9 @@ async def main() -> None:
             tools=[get_weather],
             output_type=Forecast,
             # The agent goes back to "auto" after the first call.
-            model_settings=ModelSettings(tool_choice="required", parallel_tool_calls=False, max_tokens=100, temperature=0),
+            model_settings=ModelSettings(
+                tool_choice="required", parallel_tool_calls=False, max_tokens=100, temperature=0
+            ),
         )
         result = await Runner.run(agent, server.QUESTION, max_turns=4)
         assert len(called) == 1, kind

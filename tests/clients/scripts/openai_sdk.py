@@ -30,9 +30,7 @@ assert "".join(part.choices[0].delta.content or "" for part in parts if part.cho
 assert parts[-1].usage is not None
 
 for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
-    call = client.chat.completions.create(
-        model=server.MODEL, messages=server.MESSAGES, tool_choice=choice, **ONE_CALL
-    )
+    call = client.chat.completions.create(model=server.MODEL, messages=server.MESSAGES, tool_choice=choice, **ONE_CALL)
     message = call.choices[0].message
     assert message.tool_calls and server.is_forecast(json.loads(message.tool_calls[0].function.arguments)), message
     # The history goes back as it came.
