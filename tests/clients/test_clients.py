@@ -34,6 +34,7 @@ class Client(NamedTuple):
 # What vLLM and SGLang import for their benchmarks: all that they require would be gigabytes for GPUs.
 IMPORTED_BY_ENGINES = (
     *("torch", "torchvision", "transformers", "datasets", "aiohttp", "apache-tvm-ffi", "cachetools", "cbor2"),
+    "cloudpickle",
     *("compressed-tensors", "einops", "fastapi", "gguf", "ipython", "llguidance", "msgspec", "openai"),
     *("openai-harmony", "orjson", "partial-json-parser", "pillow", "prometheus-client", "psutil", "py-cpuinfo"),
     *("pybase64", "pydantic", "pyzmq", "requests", "sentencepiece", "uvicorn", "uvloop", "watchfiles", "xgrammar"),
