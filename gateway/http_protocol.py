@@ -198,6 +198,9 @@ class _AnswerTransport:
     def write(self, data: bytes) -> None:
         self._connection.transport.write(data)
 
+    def is_closing(self) -> bool:
+        return self._connection.transport.is_closing()
+
     def close(self) -> None:
         self._connection.close_after_body()
 

@@ -82,6 +82,7 @@ async def supervised(settings: GatewaySettings, folder: Path, max_stall_s: float
         "before_kill": [],
         "shares_faults": False,
         "max_stall_s": max_stall_s,
+        "reloads": False,
     }
     spec = {"services": [service], "optional_ready_s": 0.1, "slow_start_s": 600.0, "before_kill_s": 600.0}
     spec |= {"heartbeat_s": HEARTBEAT_S, "max_silence_s": MAX_SILENCE_S, "stops_together": False}

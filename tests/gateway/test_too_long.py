@@ -66,6 +66,19 @@ async def test_the_sdk_gets_the_code(stack: Stack) -> None:
         assert missing.value.code == "model_not_found"
 
 
+async def test_a_client_may_ask_before_it_sends_its_body(stack: Stack) -> None:
+    """curl does so for bodies above 1 MiB: ``Expect: 100-continue``."""
+    body = json.dumps({"prompt": "a" * 1_100_000}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(stack.url).port)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(body)}\r\nexpect: 100-continue\r\nconnection: close\r\n\r\n".encode())
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(body)
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 400") and b"context_length_exceeded" in answer
+
+
 # Bodies too large. The last size is more than all buffers between two sockets hold.
 SIZES = [MAX_BODY_BYTES + 1, 5 * MAX_BODY_BYTES]
 
