@@ -4,6 +4,7 @@
 """
 
 import argparse
+import os
 import sys
 
 from openai import APIConnectionError, OpenAI, OpenAIError
@@ -19,7 +20,7 @@ parser.add_argument(
 options = parser.parse_args()
 url = options.url.rstrip("/").removesuffix("/v1")
 url = url if "://" in url else f"http://{url}"
-client = OpenAI(base_url=f"{url}/v1", api_key="none")
+client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("FORETOKEN_API_KEY", "none"))
 try:
     model = client.models.list().data[0].id
     stream = client.completions.create(
