@@ -147,6 +147,8 @@ def methods_of(document: Schema, path: str) -> list[str]:
 
 
 def _complete(path: str, method: str, operation: Schema, schemas: Schema) -> None:
+    # A docstring marks names as reStructuredText does; readers of the document expect Markdown.
+    operation["description"] = operation.get("description", "").replace("``", "`")
     body = operation.get("requestBody", {}).get("content", {}).get(JSON)
     if body is not None:
         _complete_body(path, body)
