@@ -181,7 +181,7 @@ class GatewaySettings(ServedModelSettings):
     def _is_parser(cls, name: str, info: ValidationInfo) -> str:
         names = tool_formats.NAMES if info.field_name == "tool_call_parser" else reasoning.NAMES
         if name not in ("auto", "none", *names):
-            raise ValueError(f"{name!r} is none of auto, none, {', '.join(names)}")
+            raise ValueError(f"expected one of auto, none, {', '.join(names)}")
         return name
 
     @field_validator("allowed_hosts")
