@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,49 +31,32 @@ OPENMP_SPIN_COUNT = "20000"
 # PyTorch reads it when loaded. With cuBLASLt all matmuls of the Llama-3.1-8B shape take 4.37
 # instead of 4.63 ms at 96 rows on an H200, and as long as with cuBLAS at 512.
 MATMULS_BY_CUBLASLT = "1"
-# vLLM flags whose equivalent here has an unrelated name.
-VLLM_NAMES = {
-    "--max-model-len": "--context-length",
-    "--gpu-memory-utilization": "--mem-fraction-static",
-    "--max-num-seqs": "--max-running-requests",
-    "--max-num-batched-tokens": "--chunked-prefill-size",
-    "--no-enable-prefix-caching": "--disable-radix-cache",
-    "--enforce-eager": "--disable-cuda-graph",
-}
 
 
 class _Commands(click.Group):
-    """Lists commands in the order of their definition, and names our flag for a vLLM flag."""
+    """Lists commands in the order of their definition."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        for name in (arg.partition("=")[0] for arg in args):
-            if name in VLLM_NAMES:
-                from foretoken.errors import ConfigError
-
-                raise ConfigError(f"{name} is vLLM's name; here it is {VLLM_NAMES[name]}")
-        return super().parse_args(ctx, args)
-
 
 def main(
-    words: Sequence[str] | None = None, name: str = "foretoken", defaults: Mapping[str, Any] | None = None
+    command: click.Command | None = None, name: str = "foretoken", defaults: Mapping[str, Any] | None = None
 ) -> None:
     """Run the program. Exit with 2 after a user's mistake, with 1 after another ForetokenError.
 
     Either is one line on stderr.
 
     Args:
-        words: the command line; None: the process's.
+        command: what the process's command line is for; None: all commands.
         name: the program's name in help texts.
-        defaults: by command, the values of flags that are not given.
+        defaults: the values of flags that are not given.
     """
     # gRPC reads it when loaded, and settings load it. The processes fork only to start programs,
     # and gRPC's fork handlers would complain about each start on stderr.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     try:
-        app(words, prog_name=name, default_map=defaults)
+        (command or app)(prog_name=name, default_map=defaults)
     except Exception as error:
         from foretoken.errors import ConfigError, ForetokenError
 

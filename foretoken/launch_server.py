@@ -5,15 +5,13 @@ Its REST port is SGLang's, 30000, unless a flag or a config file names another.
 
 from __future__ import annotations
 
-import sys
-
 from foretoken import cli
 
 PORT = "30000"
 
 
 def main() -> None:
-    cli.main(("serve", *sys.argv[1:]), "python -m foretoken.launch_server", {"serve": {"port": PORT}})
+    cli.main(cli.serve, "python -m foretoken.launch_server", {"port": PORT})
 
 
 if __name__ == "__main__":

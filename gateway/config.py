@@ -17,11 +17,11 @@ from foretoken.common_settings import ServedModelSettings
 from foretoken.config import Flag
 from foretoken.errors import ConfigError
 from foretoken.limits import MAX_ATTEMPTS, MAX_BODY_BYTES
+from foretoken.operator_key import read_operator_key
 from gateway.access.certificates import CertificateFiles
 from gateway.access.keyring import all_keys, given_keys
 from gateway.chat import reasoning, tool_formats
 
-MIN_KEY_CHARS = 16
 # What --gateway-workers auto means.
 CORES_PER_WORKER = 4
 MAX_DEFAULT_WORKERS = 4
@@ -181,7 +181,7 @@ class GatewaySettings(ServedModelSettings):
     def _is_parser(cls, name: str, info: ValidationInfo) -> str:
         names = tool_formats.NAMES if info.field_name == "tool_call_parser" else reasoning.NAMES
         if name not in ("auto", "none", *names):
-            raise ValueError(f"{name!r} is none of auto, none, {', '.join(names)}")
+            raise ValueError(f"expected one of auto, none, {', '.join(names)}")
         return name
 
     @field_validator("allowed_hosts")
@@ -266,15 +266,7 @@ class GatewaySettings(ServedModelSettings):
 
     def admin_key(self) -> str | None:
         """Read the operator's key. Raises ConfigError if it is unreadable or too easy to guess."""
-        if self.admin_api_key_file is None:
-            return None
-        try:
-            key = self.admin_api_key_file.read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--admin-api-key-file: cannot read {self.admin_api_key_file}: {error}") from None
-        if len(key) < MIN_KEY_CHARS or not key.isprintable():
-            raise ConfigError(f"--admin-api-key-file: the key must have at least {MIN_KEY_CHARS} printable characters")
-        return key
+        return None if self.admin_api_key_file is None else read_operator_key(self.admin_api_key_file)
 
 
 def is_loopback(host: str) -> bool:

@@ -75,6 +75,6 @@ def _show(corpus: CorpusOf) -> None:
 
 def _client(url: str, key_file: Path, drafter: str) -> CorpusClient:
     from foretoken.commands.corpus_client import CorpusClient
-    from foretoken.commands.operator_client import read_key
+    from foretoken.operator_key import read_operator_key
 
-    return CorpusClient(url, read_key(key_file), drafter)
+    return CorpusClient(url, read_operator_key(key_file), drafter)

@@ -90,9 +90,9 @@ def detach(name: str, key_file: Path, url: str, verifier: str) -> None:
 
 def _client(url: str, key_file: Path) -> DraftersClient:
     from foretoken.commands.drafters_client import DraftersClient
-    from foretoken.commands.operator_client import read_key
+    from foretoken.operator_key import read_operator_key
 
-    return DraftersClient(url, read_key(key_file))
+    return DraftersClient(url, read_operator_key(key_file))
 
 
 def _show(drafters: list[DrafterOf]) -> None:

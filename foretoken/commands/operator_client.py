@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
 from foretoken.commands.rest_address import no_answer, rest_url, tls_context
-from foretoken.errors import ConfigError, ForetokenError
+from foretoken.errors import ForetokenError
 
 CONNECT_TIMEOUT_S = 5.0
 # Each text makes the drafter sort all its corpora again.
@@ -59,11 +58,3 @@ class OperatorClient:
             # The route is missing, not a corpus or drafter.
             error_message = "this server has no endpoints for operators: start it with --admin-api-key-file"
         raise ForetokenError(error_message)
-
-
-def read_key(path: Path) -> str:
-    """Read the operator's key. Raises ConfigError if the file cannot be read."""
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--admin-api-key-file: cannot read {path}: {error}") from None

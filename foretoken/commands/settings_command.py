@@ -16,6 +16,15 @@ from foretoken.commands.given import Given
 if TYPE_CHECKING:
     from foretoken.config import Setting
 
+# vLLM flags whose equivalent here has an unrelated name.
+VLLM_NAMES = {
+    "--max-model-len": "--context-length",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--max-num-seqs": "--max-running-requests",
+    "--max-num-batched-tokens": "--chunked-prefill-size",
+    "--no-enable-prefix-caching": "--disable-radix-cache",
+    "--enforce-eager": "--disable-cuda-graph",
+}
 _TYPES: dict[Any, click.ParamType[Any, Any]] = {int: click.INT, float: click.FLOAT, bool: click.BOOL}
 
 
@@ -46,6 +55,14 @@ class SettingsCommand(click.Command):
                 )
             )
         return super().get_params(ctx)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for name in (arg.partition("=")[0] for arg in args):
+            if name in VLLM_NAMES:
+                from foretoken.errors import ConfigError
+
+                raise ConfigError(f"{name} is vLLM's name; here it is {VLLM_NAMES[name]}")
+        return super().parse_args(ctx, args)
 
     def given(self, ctx: click.Context) -> Given:
         """Return the user's values from a parsed context."""

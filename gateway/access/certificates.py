@@ -34,13 +34,12 @@ class CertificateFiles:
         try:
             # Without a password, OpenSSL would ask for one at the terminal.
             context.load_cert_chain(self.certfile, self.keyfile, password="")
-        except (OSError, ssl.SSLError) as error:
-            names = f"--ssl-certfile {self.certfile}, --ssl-keyfile {self.keyfile}"
-            raise ConfigError(f"{names}: cannot be used: {_words(error)}") from None
+        except OSError as error:
+            raise ConfigError(self._fault(error)) from None
         if self.ca_certs is not None:
             try:
                 context.load_verify_locations(self.ca_certs)
-            except (OSError, ssl.SSLError) as error:
+            except OSError as error:
                 raise ConfigError(f"--ssl-ca-certs {self.ca_certs}: cannot be used: {_words(error)}") from None
             # Public calls need no certificate. One that is shown must be good.
             context.verify_mode = ssl.CERT_OPTIONAL
@@ -55,6 +54,20 @@ class CertificateFiles:
         return grpc.ssl_server_certificate_configuration(
             [pair], None if self.ca_certs is None else self.ca_certs.read_bytes()
         )
+
+    def _fault(self, error: OSError) -> str:
+        """Return what is wrong with the certificate or its key; OpenSSL often says only "PEM lib"."""
+        certificate, key = f"--ssl-certfile {self.certfile}", f"--ssl-keyfile {self.keyfile}"
+        if isinstance(error, ssl.SSLError):
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(self.certfile)
+            except OSError:
+                return f"{certificate}: cannot be used: it holds no certificate in PEM form"
+            if error.reason in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"):
+                return f"{key}: cannot be used: it is not the key of the certificate in {certificate}"
+            if "PEM" in str(error):
+                return f"{key}: cannot be used: it holds no private key in PEM form without a password"
+        return f"{certificate}, {key}: cannot be used: {_words(error)}"
 
 
 class Certificates:

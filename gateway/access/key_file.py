@@ -97,7 +97,10 @@ def check_distinct(keys: list[ApiKey], where: str) -> None:
 
 def entry_text(name: str, secret: str, **limits_given: int | list[str] | bool | None) -> str:
     """Return the entry of a new key, to append to a file. Raises ConfigError for a bad value."""
-    given = {field: value for field, value in limits_given.items() if value not in (None, [], False)}
+    # By identity: 0 equals False, and a limit of 0 is a mistake to name.
+    given = {
+        field: value for field, value in limits_given.items() if not (value is None or value is False or value == [])
+    }
     values: dict[str, Any] = {"name": name, "sha256": digest_of(secret.encode()).hex(), **given}
     try:
         KeyEntry.model_validate(values)
@@ -127,5 +130,7 @@ def _entries(path: Path) -> list[Any]:
 
 def _words(error: Any) -> str:
     words = {"missing": "must be given", "extra_forbidden": "there is no such field"}
-    message: str = words.get(error["type"], error["msg"].removeprefix("Value error, "))
+    message: str = words.get(
+        error["type"], error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    )
     return message[:1].lower() + message[1:]

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from foretoken.cli import VLLM_NAMES, app
+from foretoken.cli import app
+from foretoken.commands.settings_command import VLLM_NAMES
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.supervisor import Service
 from tests.support.command_line import DEMO, ROOT, foretoken, free_port, loaded_by, serve

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,6 +19,7 @@ from click.testing import CliRunner
 from foretoken.cli import app
 from foretoken.commands.complete import LEAST_TIMED_TOKENS, CompletionOptions, _Summary, complete, render
 from foretoken.errors import ForetokenError, UnavailableError
+from tests.support.certificates import Authority
 
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 SPECULATION = {"num_draft_tokens": 8, "num_accepted_draft_tokens": 6, "mean_acceptance_length": 2.5}
@@ -183,9 +186,35 @@ def test_a_server_that_dies_is_taken_for_no_other_one() -> None:
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        with pytest.raises(UnavailableError, match=f"^{url}: Server disconnected"):
+        with pytest.raises(ForetokenError, match=f"^{url}: Server disconnected .*; if this server has TLS, give "):
             complete(url, CompletionOptions("x"), write=print, colour=False)
         thread.join()
+
+
+def test_a_failed_handshake_says_what_to_change(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(tmp_path)
+    own, elsewhere = authority.issue("server"), authority.issue("elsewhere", names="DNS:elsewhere")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(own.chain, own.key)
+
+    def message(url: str) -> str:
+        return str(CliRunner().invoke(app, ["complete", "x", "--url", url]).exception)
+
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    secure = server.url.replace("http:", "https:")
+    assert message(secure) == (
+        f"the server at {secure} does not answer in TLS; if it has none, give --url {server.url}"
+    )
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    unknown = message(secure)
+    assert unknown.startswith(f"the certificate of {secure} is refused: ") and "; set SSL_CERT_FILE to " in unknown
+    assert message(server.url).endswith(f"; if this server has TLS, give --url {secure}")
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.certificate))
+    assert CliRunner().invoke(app, ["complete", "x", "--url", secure]).exit_code == 0
+    context.load_cert_chain(elsewhere.chain, elsewhere.key)
+    assert "is not valid for" in message(secure) and "SSL_CERT_FILE" not in message(secure)
 
 
 def test_a_refusal_is_the_servers_own_message(server: Server) -> None:

@@ -209,8 +209,10 @@ async def test_roots_of_clients_are_renewed(
         (("server.pem", None, None), "--ssl-certfile and --ssl-keyfile must be given together"),
         ((None, None, "ca.pem"), "--ssl-ca-certs needs --ssl-certfile"),
         (("server.pem", "nowhere.key", None), "--ssl-keyfile .*nowhere.key: cannot be used: No such file"),
-        (("server.pem", "ca.key", None), "--ssl-keyfile .*ca.key: cannot be used: .*mismatch"),
-        (("server.pem", "server.locked", None), "--ssl-keyfile .*server.locked: cannot be used: "),
+        (("server.key", "server.pem", None), "^--ssl-certfile .*server.key: .* it holds no certificate in PEM form$"),
+        (("server.pem", "server.pem", None), "^--ssl-keyfile .*server.pem: .* it holds no private key in PEM form"),
+        (("server.pem", "ca.key", None), "^--ssl-keyfile .*ca.key: .* it is not the key of the certificate in "),
+        (("server.pem", "server.locked", None), "^--ssl-keyfile .*server.locked: .* no private key .* password$"),
         (("server.pem", "server.key", "server.key"), "--ssl-ca-certs .*server.key: cannot be used: "),
     ],
 )

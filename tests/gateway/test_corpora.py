@@ -11,7 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
+from foretoken.cli import app
 from foretoken.commands import corpus_client
 from foretoken.commands.corpus_client import CorpusClient, cut, texts_of
 from foretoken.corpora import token_ids_from
@@ -195,13 +197,28 @@ async def test_a_verifier_that_is_gone(settings: GatewaySettings, tmp_path: Path
     assert answer.status_code == 503 and "retry-after" in answer.headers
 
 
-@pytest.mark.parametrize("text", [None, "", "too short", "ümlaute are not ASCII"])
-def test_keys_that_are_refused_at_start(settings: GatewaySettings, tmp_path: Path, text: str | None) -> None:
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (None, "cannot read .*: No such file"),
+        ("", "one line of at least 16 printable characters"),
+        ("too short", "one line of at least 16 printable characters"),
+        ("a private key\nof two lines", "one line of at least 16 printable characters"),
+        ("ümlaute are not ASCII", "it is not ASCII"),
+    ],
+)
+def test_a_bad_operator_key_is_refused_and_not_shown(
+    settings: GatewaySettings, tmp_path: Path, text: str | None, fault: str
+) -> None:
     key = tmp_path / "key"
     if text is not None:
         key.write_text(text)
-    with pytest.raises(ConfigError, match="--admin-api-key-file"):
+    with pytest.raises(ConfigError, match=f"^--admin-api-key-file: .*{fault}") as caught:
         settings.model_copy(update={"admin_api_key_file": key}).admin_key()
+    for command in ("corpus", "drafters"):
+        result = CliRunner().invoke(app, [command, "list", "--admin-api-key-file", str(key), "--url", "127.0.0.1:1"])
+        assert str(result.exception) == caught.value.message
+    assert not text or text not in caught.value.message.replace(str(key), "")
 
 
 async def test_commands(operated: Operated, tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import grpc
 import openai
 import pytest
+from click.testing import CliRunner
 
+from foretoken.cli import app
 from foretoken.config import build, to_environment, to_flags
 from foretoken.errors import ConfigError, RateLimitError
 from gateway.access.key import ApiKey, digest_of, new_secret
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.anyio
 URL = "/v1/completions"
 ALICE, BOB, CAROL, OWN = "alice's secret", "bob's secret", "carol's secret", "own-secret"
 BODY = {"prompt": "a", "max_tokens": 2}
+AT_LEAST_1 = "must be greater than or equal to 1"
 # Carol's key is another server's.
 KEYS = (
     entry_text("alice", ALICE),
@@ -234,7 +237,7 @@ DIGEST = "0123456789abcdef" * 4
         (f"[[keys]]\nname = 'A'\nsha256 = '{DIGEST}'", "key 1: name: must be 1 to 64 characters"),
         ("[[keys]]\nname = 'a'\nsha256 = 'sk-foretoken-plain'", "key 1: sha256: must be 64 hexadecimal digits"),
         (f"[[keys]]\nname = 'a'\nsha256 = '{DIGEST}'\nrpm = 1", "key 1: rpm: there is no such field"),
-        (f"[[keys]]\nname = 'a'\nsha256 = '{DIGEST}'\nrequests_per_minute = 0", "key 1: requests_per_minute: "),
+        (f"[[keys]]\nname = 'a'\nsha256 = '{DIGEST}'\nrequests_per_minute = 0", f"requests_per_minute: {AT_LEAST_1}"),
         (f"[[keys]]\nname = 'a'\nsha256 = '{DIGEST}'\ntokens_per_minute = 1.5", "key 1: tokens_per_minute: "),
         (f"[[keys]]\nname = 'a'\nsha256 = '{DIGEST}'\nmodels = 'm'", "key 1: models: "),
         (f"[[keys]]\nname = 'a'\nsha256 = '{DIGEST}'\n" * 2, "name: a is there twice"),
@@ -262,6 +265,13 @@ def test_a_new_key_is_read_back(tmp_path: Path) -> None:
     caller = Keyring([], path).find(secret.encode())
     assert caller is not None and caller.name == "a.b-c_1"
     assert Keyring([], path).find(b"") is None
+
+
+@pytest.mark.parametrize("flag", ["--requests-per-minute", "--tokens-per-minute", "--max-concurrent-requests"])
+def test_a_limit_of_zero_makes_no_key(flag: str) -> None:
+    result = CliRunner().invoke(app, ["key", "bob", flag, "0"])
+    assert str(result.exception) == f"{flag.removeprefix('--').replace('-', '_')}: {AT_LEAST_1}"
+    assert result.output == ""
 
 
 def test_a_secret_leaves_settings_only_for_the_environment_of_the_gateway(settings: GatewaySettings) -> None:

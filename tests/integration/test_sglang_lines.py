@@ -140,6 +140,17 @@ def test_a_line_starts_and_answers(name: str, folders: dict[str, str], tmp_path:
         assert said.count("--trust-remote-code") == ("--trust-remote-code" in line)
 
 
+def test_usage_names_the_command_as_typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for line, status in ((["--bogus"], 2), (["--help"], 0)):
+        monkeypatch.setattr(sys, "argv", ["launch_server", *line])
+        with pytest.raises(SystemExit) as ended:
+            launch_server.main()
+        said = "".join(capsys.readouterr())
+        assert ended.value.code == status
+        assert "Usage: python -m foretoken.launch_server [OPTIONS] MODEL\n" in said
+        assert "launch_server serve" not in said
+
+
 def test_sglangs_port_is_the_default(monkeypatch: pytest.MonkeyPatch, folders: dict[str, str]) -> None:
     """A flag or a config file wins."""
     seen: list[int] = []

@@ -14,10 +14,11 @@ import grpc
 import httpx
 import openai
 import pytest
-from pydantic import ValidationError
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from foretoken.config import build
+from foretoken.errors import ConfigError
 from gateway.config import GatewaySettings
 from gateway.server import Gateway
 from gateway.tokenizer import Tokenizer
@@ -285,8 +286,10 @@ async def test_a_parser_by_flag(start: Start) -> None:
 
 def test_an_unknown_parser_is_refused(settings: GatewaySettings) -> None:
     for field in ("tool_call_parser", "reasoning_parser"):
-        with pytest.raises(ValidationError, match="is none of auto, none"):
-            GatewaySettings.model_validate(settings.model_dump() | {field: "no"})
+        with pytest.raises(ConfigError) as caught:
+            build(GatewaySettings, settings.model_dump() | {field: "bad-name"})
+        assert caught.value.message.startswith(f"--{field.replace('_', '-')}: expected one of auto, none, ")
+        assert caught.value.message.count("bad-name") == 1
 
 
 async def test_logprobs_and_sources_of_a_call_stay_complete(start: Start) -> None:
