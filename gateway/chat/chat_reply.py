@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from foretoken import limits
 from foretoken.errors import InvalidRequestError
 from foretoken.sampling import Grammar
+from gateway.chat.call_parser import Constraint
 from gateway.chat.lark import Marks
 from gateway.chat.reasoning import ReasoningFormat, ReasoningReader, Thinking, reasoning_format
 from gateway.chat.reply_grammar import reply_grammar
@@ -30,6 +31,7 @@ class ChatReply:
     thinking: Thinking = Thinking.NONE
     tools: ToolFormat | None = None
     tool_names: frozenset[str] = frozenset()
+    constraint: Constraint = Constraint.NONE
     # None: any number.
     max_calls: int | None = None
     # Marks that the reader of the content must not see.
@@ -44,7 +46,7 @@ class ChatReply:
         """Return a new reader, for one output."""
         return ReplyReader(
             None if self.reasoning is None else ReasoningReader(self.reasoning, self.thinking),
-            None if self.tools is None else self.tools.parser(self.tool_names, self.hidden),
+            None if self.tools is None else self.tools.parser(self.tool_names, self.hidden, self.constraint),
             max_calls=self.max_calls,
         )
 
@@ -120,6 +122,16 @@ class ChatForms:
             thinking,
             tools,
             frozenset(tool.name for tool in use.callable),
+            _constraint(use, content_grammar),
             None if use.parallel else 1,
             frozenset(special) if skip_special_tokens else frozenset(),
         )
+
+
+def _constraint(use: ToolUse, content_grammar: Grammar | None) -> Constraint:
+    """Return what the grammar of a reply makes of its calls."""
+    if use.must_call:
+        return Constraint.REPLY
+    # A text of a grammar may begin like a call.
+    is_strict = content_grammar is None and any(tool.strict for tool in use.callable)
+    return Constraint.CALLS if is_strict else Constraint.NONE

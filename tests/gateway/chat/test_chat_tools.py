@@ -152,6 +152,38 @@ async def test_an_output_cut_inside_a_call_ends_for_its_length(start: Start) -> 
         assert await stream(stack) == (message, reason)
 
 
+async def test_a_forced_call_cut_before_its_name_is_no_content(start: Start) -> None:
+    strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
+    async with start(HERMES) as stack:
+        for cut in ("<tool", "<tool_call>", CALL[:20]):
+            for forced in (
+                {"tool_choice": "required"},
+                {"tool_choice": {"type": "function", "function": {"name": "add"}}},
+            ):
+                say(stack, cut, LENGTH)
+                message, reason = await ask(stack, **forced)
+                assert (message["content"], reason) == ("", "length") and "tool_calls" not in message
+                assert await stream(stack, **forced) == (message, reason)
+            say(stack, f"{CALL}\n{cut}", LENGTH)
+            message, reason = await ask(stack, tool_choice="required")
+            assert (message["content"], reason) == (None, "length") and len(message["tool_calls"]) == 1
+            assert await stream(stack, tool_choice="required") == (message, reason)
+        say(stack, f"Well.\n{CALL[:20]}", LENGTH)
+        assert (await ask(stack, tools=[strict]))[0]["content"] == "Well."
+        # Without a grammar the text may be no call.
+        assert (await ask(stack))[0]["content"] == f"Well.\n{CALL[:20]}"
+        say(stack, f"{CALL}\n{CALL[:20]}", LENGTH)
+        schema = ADD["function"]["parameters"]
+        tool = {"name": "add", "input_schema": schema}
+        body = {"model": MODEL, "max_tokens": 9, "messages": ASK["messages"], "tools": [tool]}
+        answer = await stack.http.post("/v1/messages", json=body | {"tool_choice": {"type": "any"}})
+        assert [block["type"] for block in answer.json()["content"]] == ["tool_use"]
+        tool = {"type": "function", "name": "add", "parameters": schema}
+        body = {"model": MODEL, "input": "hi", "tools": [tool], "tool_choice": "required"}
+        answer = await stack.http.post("/v1/responses", json=body)
+        assert [item["type"] for item in answer.json()["output"]] == ["function_call"]
+
+
 async def test_the_openai_sdks_stream_helper_reads_calls(start: Start) -> None:
     async with start(HERMES) as stack:
         say(stack, f"Well. {CALL}")
