@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from foretoken import limits
 from foretoken.errors import InvalidRequestError
@@ -10,7 +11,7 @@ from foretoken.sampling import Grammar
 from gateway.chat.call_parser import Constraint
 from gateway.chat.lark import Marks
 from gateway.chat.reasoning import ReasoningFormat, ReasoningReader, Thinking, reasoning_format
-from gateway.chat.reply_grammar import reply_grammar
+from gateway.chat.reply_grammar import reply_grammar, schema_tools
 from gateway.chat.reply_reader import ReplyReader
 from gateway.chat.tool_format import ToolFormat
 from gateway.chat.tool_formats import tool_format
@@ -25,6 +26,8 @@ class ChatReply:
     # What the whole output must match, and the request's field that asked for it.
     grammar: Grammar | None = None
     grammar_field: str = ""
+    # Which tool's schema begins on a line of the grammar; None: the answer's.
+    schema_tools: Mapping[int, str | None] = field(default_factory=dict)
     # Special tokens that are part of the text, because they mark calls or reasoning.
     kept_special_ids: frozenset[int] = frozenset()
     reasoning: ReasoningFormat | None = None
@@ -109,14 +112,15 @@ class ChatForms:
         )
         special = [mark for mark in marks if mark in self._special_ids]
         grammar = reply_grammar(content_grammar, use, tools, reasoning, thinking, self._marks)
-        field = content_field
+        grammar_field = content_field
         if grammar is not None and tools is not None and content_grammar is None:
-            field = "tools"
+            grammar_field = "tools"
         if grammar is not None and grammar is not content_grammar:
-            limits.check_grammar(field, grammar)
+            limits.check_grammar(grammar_field, grammar)
         return ChatReply(
             grammar,
-            field,
+            grammar_field,
+            {} if grammar is None or grammar is content_grammar else schema_tools(grammar, use),
             frozenset(self._special_ids[mark] for mark in special) if skip_special_tokens else frozenset(),
             reasoning,
             thinking,

@@ -222,6 +222,37 @@ async def test_a_forced_call_gets_a_grammar_and_its_errors_name_tools(start: Sta
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
 
 
+async def test_a_bad_schema_in_a_grammar_is_named_without_the_grammar(start: Start) -> None:
+    """The demo model's verifier writes such errors in tests/integration/test_tool_calls.py."""
+    line = 0
+
+    async def refuse(player: Player) -> None:
+        message = f"the grammar cannot be used: at {line}(9): failed to compile JSON schema: Invalid type: foo"
+        player.error(grpc.StatusCode.INVALID_ARGUMENT, message, field="lark")
+
+    bad = {"type": "object", "properties": {"b": {"type": "foo"}}}
+    tools = [ADD, {"type": "function", "function": {"name": "sub", "parameters": bad}}]
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": bad}}
+    async with start(HERMES) as stack:
+        say(stack, CALL)
+        await ask(stack, tools=tools, response_format=schema)
+        grammar = stack.verifier.submitted[-1].sampling.lark.split("\n")
+        stack.verifier.script = refuse
+        wanted = {
+            "args_1": ("tools", "the JSON schema of the tool 'sub' cannot be used: Invalid type: foo"),
+            "content": ("response_format", "the JSON schema cannot be used: Invalid type: foo"),
+        }
+        for rule, (field, message) in wanted.items():
+            (line,) = (number for number, text in enumerate(grammar, 1) if text.startswith(f"{rule}: %json"))
+            for stream in (False, True):
+                answer = await stack.http.post(
+                    URL, json=ASK | {"tools": tools, "response_format": schema, "stream": stream}
+                )
+                assert answer.status_code == 400
+                error = answer.json()["error"]
+                assert (error["param"], error["message"]) == (field, message)
+
+
 async def test_without_a_choice_tools_are_not_shown_and_text_stays_text(start: Start) -> None:
     async with start(HERMES) as stack:
         say(stack, CALL)
