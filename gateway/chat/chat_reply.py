@@ -65,6 +65,7 @@ class ChatForms:
         template = tokenizer.chat_template_text
         self._special_ids = tokenizer.special_ids
         self._marks = Marks(self._special_ids)
+        self._has_template = tokenizer.has_chat_template
         self._takes_tools = tokenizer.takes_tools
         self._parses_calls = tool_call_parser != "none"
         self.tools = tool_format(tool_call_parser, template)
@@ -72,7 +73,8 @@ class ChatForms:
 
     def check(self, use: ToolUse) -> None:
         """Raise InvalidRequestError if this server cannot serve a request's tools."""
-        if not use.offered:
+        if not use.offered or not self._has_template:
+            # Without a template no chat can be rendered, and that error is the one to show.
             return
         if not self._takes_tools:
             raise InvalidRequestError(

@@ -58,7 +58,7 @@ def start(settings: GatewaySettings, tmp_path: Path) -> Start:
     """Start a gateway with a chat template, and marks as special tokens."""
 
     @contextlib.asynccontextmanager
-    async def start(template: str, *special: str, **more: Any) -> AsyncIterator[Stack]:
+    async def start(template: str | None, *special: str, **more: Any) -> AsyncIterator[Stack]:
         folder = train_tokenizer(tmp_path / "model", chat_template=template)
         backend = Backend.from_file(str(folder / "tokenizer.json"))
         backend.add_special_tokens([AddedToken(mark, special=True) for mark in special])
@@ -330,6 +330,14 @@ async def test_a_model_without_tools_says_so(stack: Stack, start: Start) -> None
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
     assert "chat template" in answer.json()["error"]["message"]
     assert (await stack.http.post(URL, json=ASK | {"tool_choice": "none"})).status_code == 200
+
+
+async def test_a_model_without_a_chat_template_says_so_with_tools_and_without(start: Start) -> None:
+    async with start(None) as stack:
+        for fields in ({}, {"tools": []}, {"tool_choice": "required"}):
+            answer = await stack.http.post(URL, json=ASK | fields)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+            assert answer.json()["error"]["message"].startswith("this model has no chat template")
 
 
 async def test_a_parser_by_flag(start: Start) -> None:
