@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.results import FinishReason, SpeculationStats, TokenLogprobs
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tracing import TraceContext
+from gateway.chat.grammar_fault import name_grammar_fault
 from gateway.messages import Finished, NewTokens, SequenceSpec
 from gateway.output_text import OutputText
 from gateway.prediction import PairPlaces, PredictionMatch
@@ -65,6 +66,8 @@ class GenerationRequest:
     trace: TraceContext | None = None
     # The client's name for the field that set the grammar; empty: the name in common.proto.
     grammar_field: str = ""
+    # Which tool's schema begins on a line of the grammar; None: the answer's.
+    schema_tools: Mapping[int, str | None] = field(default_factory=dict)
     # The output that the client expects: a draft.
     prediction_ids: tuple[int, ...] = ()
     # Lower numbers start first.
@@ -133,6 +136,7 @@ class Output:
         self.sequence: ResumableSequence | None = None
         self._text = text
         self._grammar_field = request.grammar_field
+        self._schema_tools = request.schema_tools
         self._on_change = on_change
         self._on_waiting = on_waiting
         # What nobody took yet: much may gather for a slow reader.
@@ -218,7 +222,7 @@ class Output:
             self._close(Finished(FinishReason.STOP, len(self.spec.prompt_ids), 0, len(self.token_ids)))
             return
         if self._grammar_field and error.field in limits.MAX_GRAMMAR_BYTES:
-            error.field = self._grammar_field
+            name_grammar_fault(error, self._grammar_field, self._schema_tools)
         self.error = error
         self._on_change(self)
 

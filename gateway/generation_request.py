@@ -33,6 +33,7 @@ async def generation_request(
         timeout_ms=core.timeout_ms,
         trace=trace,
         grammar_field=options.grammar_field,
+        schema_tools=options.reply.schema_tools,
         prediction_ids=await core.texts.encode_prediction(options.prediction, field="prediction.content"),
         priority=options.priority,
     )

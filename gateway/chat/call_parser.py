@@ -7,6 +7,7 @@ import secrets
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from enum import Enum, auto
 
 from gateway.chat.pieces import ToolCallDelta
 
@@ -15,17 +16,30 @@ _ID_CHARS = string.ascii_letters + string.digits
 ID_LENGTH = 9
 
 
+class Constraint(Enum):
+    """What a grammar makes of a reply's calls."""
+
+    # The model writes as it likes: what begins like a call may turn out to be text.
+    NONE = auto()
+    # What begins like a call is one.
+    CALLS = auto()
+    # The reply is calls and nothing else.
+    REPLY = auto()
+
+
 class CallParser(ABC):
     """Reads one output. A format's parser decides text in steps, and how it is split never matters.
 
     Blanks before a call belong to its form and are not shown. What turns out not to be a call is
-    content, except the names of hidden special tokens.
+    content, except the names of hidden special tokens. Where a grammar makes the calls, a call that is
+    cut before its name is known is left out.
     """
 
-    def __init__(self, names: frozenset[str], hidden: frozenset[str]) -> None:
+    def __init__(self, names: frozenset[str], hidden: frozenset[str], constraint: Constraint = Constraint.NONE) -> None:
         """``names``: of the functions that may be called. ``hidden``: marks that no reader sees."""
         self.names = names
         self._hidden = hidden
+        self._constraint = constraint
         # Text that is not decided yet.
         self._text = ""
         # Blanks after the content so far, shown if content follows.
@@ -37,13 +51,32 @@ class CallParser(ABC):
     def feed(self, text: str, *, finished: bool) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """Return the content and the calls' parts that ``text`` makes certain."""
         self._text += text
-        while self._step(finished):
+        while self._step(False):
             pass
+        if finished and self._is_cut_call():
+            self._text = self._blanks = ""
+        elif finished:
+            while self._step(True):
+                pass
         if finished and not self._num_calls:
             self._content.append(self._blanks)
         content, deltas = "".join(self._content), tuple(self._deltas)
         self._content, self._deltas = [], []
         return content, deltas
+
+    def _is_cut_call(self) -> bool:
+        """Whether the undecided text at the end of the output can only be a call that was cut."""
+        match self._constraint:
+            case Constraint.NONE:
+                return False
+            case Constraint.CALLS:
+                return self._is_in_call()
+            case Constraint.REPLY:
+                return True
+
+    @abstractmethod
+    def _is_in_call(self) -> bool:
+        """Return whether the undecided text follows the beginning of a call."""
 
     @abstractmethod
     def _step(self, finished: bool) -> bool:

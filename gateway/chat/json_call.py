@@ -164,6 +164,9 @@ class JsonCallParser(CallParser):
     # The object that is being read.
     _call: JsonCall | None = None
 
+    def _is_in_call(self) -> bool:
+        return self._call is not None
+
     def _read_call(self, finished: bool, *, mark: str) -> CallState | None:
         """Read more of the current object, which came after ``mark``.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import orjson
 
@@ -12,6 +13,11 @@ from gateway.chat.lark import Marks
 from gateway.chat.reasoning import ReasoningFormat, Thinking
 from gateway.chat.tool_format import ToolFormat
 from gateway.chat.tools import Tool, ToolUse
+
+# A rule that is a schema, or for a tool's arguments a part of one.
+_SCHEMA_RULE = re.compile(r"(?:(?:args|keywords|value)_(\d+)[_\d]*|answer|content): %json ")
+# Follows all rules of tools; the client may have written what follows.
+_ANSWER_RULE = re.compile(r"(?:answer|content): (?!calls|reply)")
 
 
 def reply_grammar(
@@ -38,6 +44,17 @@ def reply_grammar(
     else:
         rules = [f"answer: {_content(content)}"]
     return Grammar("lark", "\n".join([*_start(reasoning, thinking, marks), *rules, ""]))
+
+
+def schema_tools(grammar: Grammar, use: ToolUse) -> dict[int, str | None]:
+    """Return which tool's schema begins on a line of a reply's grammar; None: the answer's."""
+    found: dict[int, str | None] = {}
+    for number, line in enumerate(grammar.text.split("\n"), 1):
+        if (rule := _SCHEMA_RULE.match(line)) is not None:
+            found[number] = None if rule[1] is None else use.callable[int(rule[1])].name
+        if _ANSWER_RULE.match(line):
+            break
+    return found
 
 
 def _call_rules(tools: ToolFormat, use: ToolUse, marks: Marks) -> list[str]:

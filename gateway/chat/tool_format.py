@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from foretoken import limits
 from gateway.chat import lark
-from gateway.chat.call_parser import CallParser
+from gateway.chat.call_parser import CallParser, Constraint
 from gateway.chat.lark import Marks
 from gateway.chat.tools import Tool
 
@@ -39,7 +39,9 @@ class ToolFormat(ABC):
         """Return whether a chat template asks the model for this form."""
 
     @abstractmethod
-    def parser(self, names: frozenset[str], hidden: frozenset[str]) -> CallParser:
+    def parser(
+        self, names: frozenset[str], hidden: frozenset[str], constraint: Constraint = Constraint.NONE
+    ) -> CallParser:
         """Return a parser for one output; see CallParser."""
 
     @abstractmethod

@@ -86,6 +86,23 @@ def test_a_strict_function_leaves_the_text_free_and_its_format_does_not(chats: A
         assert set(json.loads(answer.message.content or "")) == {"n"}
 
 
+def test_a_cut_forced_call_has_no_content(chats: Any) -> None:
+    for max_tokens in range(1, 48):
+        answer = chats.create(**ASK | {"temperature": 0}, tool_choice="required", max_tokens=max_tokens)
+        assert not answer.choices[0].message.content, max_tokens
+        assert answer.choices[0].finish_reason in ("length", "tool_calls")
+
+
+def test_a_bad_schema_is_named_with_its_tool(chats: Any) -> None:
+    for name, fault, reason in (("type", "foo", "Invalid type: foo"), ("pattern", "(", "unclosed group")):
+        schema = {"type": "object", "properties": {"x": {"type": "string", name: fault}}, "required": ["x"]}
+        bad = {"type": "function", "function": {"name": "odd", "parameters": schema}}
+        with pytest.raises(openai.BadRequestError) as caught:
+            chats.create(**ASK | {"tools": [*TOOLS, bad]}, tool_choice="required", max_tokens=9)
+        assert caught.value.param == "tools"
+        assert caught.value.body["message"] == f"the JSON schema of the tool 'odd' cannot be used: {reason}"
+
+
 def test_calls_and_results_go_back_to_the_model(chats: Any) -> None:
     named = {"type": "function", "function": {"name": "add_note"}}
     message = chats.create(**ASK, tool_choice=named).choices[0].message

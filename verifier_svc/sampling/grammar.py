@@ -50,6 +50,9 @@ LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 50_000, "max_lexer_state
 MAX_MESSAGE_CHARS = 300
 # A rule of GBNF, at the beginning of a line; Lark has no such sign outside of its texts.
 _DEFINES = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+# Where a schema inside of a Lark grammar is at fault, and the lines around a fault.
+_SCHEMA_PLACE = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: ")
+_LISTING = re.compile(r"\n *\d+ \| .*", re.DOTALL)
 NO_TEXT = "no text of this model's tokens matches it"
 _NOUNS = {
     "json_schema": "the JSON schema",
@@ -188,8 +191,12 @@ def refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
 
 def short(message: str) -> str:
     """Return the fault that a message of llguidance names, or else the message's beginning."""
+    message = _LISTING.sub("", message)
+    place = _SCHEMA_PLACE.match(message)
     fault = re.search(r"^error: (.+)$", message, re.MULTILINE)
     line = fault[1] if fault else " ".join(message.replace("<non-verbose/>", "").split())
+    if place and fault:
+        line = f"{place[0]}{line}"
     if line == "NoExtensionBias":
         return NO_TEXT
     return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[:MAX_MESSAGE_CHARS]}..."

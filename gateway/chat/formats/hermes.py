@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.chat import lark
-from gateway.chat.call_parser import CallParser
+from gateway.chat.call_parser import CallParser, Constraint
 from gateway.chat.json_call import CallState, JsonCall, JsonCallParser
 from gateway.chat.lark import Marks
 from gateway.chat.tool_format import ToolFormat, json_calls
@@ -50,8 +50,10 @@ class Hermes(ToolFormat):
         # Others write no JSON between the same marks.
         return OPEN in template and "<function=" not in template and "<arg_key>" not in template
 
-    def parser(self, names: frozenset[str], hidden: frozenset[str]) -> CallParser:
-        return HermesParser(names, hidden)
+    def parser(
+        self, names: frozenset[str], hidden: frozenset[str], constraint: Constraint = Constraint.NONE
+    ) -> CallParser:
+        return HermesParser(names, hidden, constraint)
 
     def rules(self, tools: Sequence[Tool], marks: Marks, most: int) -> list[str]:
         opening = marks.terminal(OPEN)

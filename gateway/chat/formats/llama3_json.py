@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.chat.call_parser import CallParser
+from gateway.chat.call_parser import CallParser, Constraint
 from gateway.chat.json_call import CallState, JsonCall, JsonCallParser
 from gateway.chat.lark import Marks
 from gateway.chat.tool_format import ToolFormat, json_calls
@@ -62,8 +62,10 @@ class Llama3Json(ToolFormat):
     def fits(template: str) -> bool:
         return TAG in template or '"parameters": dictionary' in template
 
-    def parser(self, names: frozenset[str], hidden: frozenset[str]) -> CallParser:
-        return Llama3JsonParser(names, hidden)
+    def parser(
+        self, names: frozenset[str], hidden: frozenset[str], constraint: Constraint = Constraint.NONE
+    ) -> CallParser:
+        return Llama3JsonParser(names, hidden, constraint)
 
     def rules(self, tools: Sequence[Tool], marks: Marks, most: int) -> list[str]:
         return [

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from gateway.chat import lark
-from gateway.chat.call_parser import CallParser
+from gateway.chat.call_parser import CallParser, Constraint
 from gateway.chat.json_call import CallState, JsonCall, JsonCallParser, Nesting
 from gateway.chat.lark import Marks
 from gateway.chat.tool_format import ToolFormat, argument_rules, json_calls
@@ -41,6 +41,9 @@ class MistralParser(JsonCallParser):
             return self._read_head(finished)
         self._after_mark = self._find((CALLS,), finished) is not None
         return self._after_mark
+
+    def _is_in_call(self) -> bool:
+        return self._after_mark or super()._is_in_call()
 
     def _read_head(self, finished: bool) -> bool:
         """Decide what follows the mark."""
@@ -102,8 +105,10 @@ class Mistral(ToolFormat):
     def fits(template: str) -> bool:
         return CALLS in template
 
-    def parser(self, names: frozenset[str], hidden: frozenset[str]) -> CallParser:
-        return MistralParser(names, hidden)
+    def parser(
+        self, names: frozenset[str], hidden: frozenset[str], constraint: Constraint = Constraint.NONE
+    ) -> CallParser:
+        return MistralParser(names, hidden, constraint)
 
     def rules(self, tools: Sequence[Tool], marks: Marks, most: int) -> list[str]:
         opening = marks.terminal(CALLS)

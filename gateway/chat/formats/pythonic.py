@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from foretoken import limits
 from gateway.chat import lark
-from gateway.chat.call_parser import CallParser, json_text
+from gateway.chat.call_parser import CallParser, Constraint, json_text
 from gateway.chat.lark import Marks
 from gateway.chat.tool_format import ToolFormat, closed
 from gateway.chat.tools import Tool
@@ -39,9 +39,12 @@ class PythonicParser(CallParser):
     _begin = 0
     _place = 0
 
-    def __init__(self, names: frozenset[str], hidden: frozenset[str]) -> None:
-        super().__init__(names, hidden)
+    def __init__(self, names: frozenset[str], hidden: frozenset[str], constraint: Constraint = Constraint.NONE) -> None:
+        super().__init__(names, hidden, constraint)
         self._nesting = _PythonNesting()
+
+    def _is_in_call(self) -> bool:
+        return self._state in ("name", "arguments")
 
     def _step(self, finished: bool) -> bool:
         match self._state:
@@ -213,8 +216,10 @@ class Pythonic(ToolFormat):
     def fits(template: str) -> bool:
         return "[func_name1(" in template
 
-    def parser(self, names: frozenset[str], hidden: frozenset[str]) -> CallParser:
-        return PythonicParser(names, hidden)
+    def parser(
+        self, names: frozenset[str], hidden: frozenset[str], constraint: Constraint = Constraint.NONE
+    ) -> CallParser:
+        return PythonicParser(names, hidden, constraint)
 
     def rules(self, tools: Sequence[Tool], marks: Marks, most: int) -> list[str]:
         calls = [

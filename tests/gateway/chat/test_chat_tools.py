@@ -59,7 +59,7 @@ def start(settings: GatewaySettings, tmp_path: Path) -> Start:
     """Start a gateway with a chat template, and marks as special tokens."""
 
     @contextlib.asynccontextmanager
-    async def start(template: str, *special: str, **more: Any) -> AsyncIterator[Stack]:
+    async def start(template: str | None, *special: str, **more: Any) -> AsyncIterator[Stack]:
         folder = train_tokenizer(tmp_path / "model", chat_template=template)
         backend = Backend.from_file(str(folder / "tokenizer.json"))
         backend.add_special_tokens([AddedToken(mark, special=True) for mark in special])
@@ -153,6 +153,38 @@ async def test_an_output_cut_inside_a_call_ends_for_its_length(start: Start) -> 
         assert await stream(stack) == (message, reason)
 
 
+async def test_a_forced_call_cut_before_its_name_is_no_content(start: Start) -> None:
+    strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
+    async with start(HERMES) as stack:
+        for cut in ("<tool", "<tool_call>", CALL[:20]):
+            for forced in (
+                {"tool_choice": "required"},
+                {"tool_choice": {"type": "function", "function": {"name": "add"}}},
+            ):
+                say(stack, cut, LENGTH)
+                message, reason = await ask(stack, **forced)
+                assert (message["content"], reason) == ("", "length") and "tool_calls" not in message
+                assert await stream(stack, **forced) == (message, reason)
+            say(stack, f"{CALL}\n{cut}", LENGTH)
+            message, reason = await ask(stack, tool_choice="required")
+            assert (message["content"], reason) == (None, "length") and len(message["tool_calls"]) == 1
+            assert await stream(stack, tool_choice="required") == (message, reason)
+        say(stack, f"Well.\n{CALL[:20]}", LENGTH)
+        assert (await ask(stack, tools=[strict]))[0]["content"] == "Well."
+        # Without a grammar the text may be no call.
+        assert (await ask(stack))[0]["content"] == f"Well.\n{CALL[:20]}"
+        say(stack, f"{CALL}\n{CALL[:20]}", LENGTH)
+        schema = ADD["function"]["parameters"]
+        tool = {"name": "add", "input_schema": schema}
+        body = {"model": MODEL, "max_tokens": 9, "messages": ASK["messages"], "tools": [tool]}
+        answer = await stack.http.post("/v1/messages", json=body | {"tool_choice": {"type": "any"}})
+        assert [block["type"] for block in answer.json()["content"]] == ["tool_use"]
+        tool = {"type": "function", "name": "add", "parameters": schema}
+        body = {"model": MODEL, "input": "hi", "tools": [tool], "tool_choice": "required"}
+        answer = await stack.http.post("/v1/responses", json=body)
+        assert [item["type"] for item in answer.json()["output"]] == ["function_call"]
+
+
 async def test_the_openai_sdks_stream_helper_reads_calls(start: Start) -> None:
     async with start(HERMES) as stack:
         say(stack, f"Well. {CALL}")
@@ -189,6 +221,37 @@ async def test_a_forced_call_gets_a_grammar_and_its_errors_name_tools(start: Sta
         stack.verifier.script = refuse
         answer = await stack.http.post(URL, json=ASK | {"tool_choice": "required"})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+
+
+async def test_a_bad_schema_in_a_grammar_is_named_without_the_grammar(start: Start) -> None:
+    """The demo model's verifier writes such errors in tests/integration/test_tool_calls.py."""
+    line = 0
+
+    async def refuse(player: Player) -> None:
+        message = f"the grammar cannot be used: at {line}(9): failed to compile JSON schema: Invalid type: foo"
+        player.error(grpc.StatusCode.INVALID_ARGUMENT, message, field="lark")
+
+    bad = {"type": "object", "properties": {"b": {"type": "foo"}}}
+    tools = [ADD, {"type": "function", "function": {"name": "sub", "parameters": bad}}]
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": bad}}
+    async with start(HERMES) as stack:
+        say(stack, CALL)
+        await ask(stack, tools=tools, response_format=schema)
+        grammar = stack.verifier.submitted[-1].sampling.lark.split("\n")
+        stack.verifier.script = refuse
+        wanted = {
+            "args_1": ("tools", "the JSON schema of the tool 'sub' cannot be used: Invalid type: foo"),
+            "content": ("response_format", "the JSON schema cannot be used: Invalid type: foo"),
+        }
+        for rule, (field, message) in wanted.items():
+            (line,) = (number for number, text in enumerate(grammar, 1) if text.startswith(f"{rule}: %json"))
+            for stream in (False, True):
+                answer = await stack.http.post(
+                    URL, json=ASK | {"tools": tools, "response_format": schema, "stream": stream}
+                )
+                assert answer.status_code == 400
+                error = answer.json()["error"]
+                assert (error["param"], error["message"]) == (field, message)
 
 
 async def test_without_a_choice_tools_are_not_shown_and_text_stays_text(start: Start) -> None:
@@ -268,6 +331,14 @@ async def test_a_model_without_tools_says_so(stack: Stack, start: Start) -> None
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
     assert "chat template" in answer.json()["error"]["message"]
     assert (await stack.http.post(URL, json=ASK | {"tool_choice": "none"})).status_code == 200
+
+
+async def test_a_model_without_a_chat_template_says_so_with_tools_and_without(start: Start) -> None:
+    async with start(None) as stack:
+        for fields in ({}, {"tools": []}, {"tool_choice": "required"}):
+            answer = await stack.http.post(URL, json=ASK | fields)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+            assert answer.json()["error"]["message"].startswith("this model has no chat template")
 
 
 async def test_a_parser_by_flag(start: Start) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.limits import MAX_PYTHONIC_MARKS
+from gateway.chat.call_parser import Constraint
 from gateway.chat.formats.hermes import Hermes
 from gateway.chat.formats.llama3_json import Llama3Json
 from gateway.chat.formats.mistral import Mistral
@@ -124,15 +125,26 @@ CASES: dict[str, tuple[ToolFormat, str, str, Calls]] = {
 }
 
 
-def read(kind: ToolFormat, pieces: list[str], hidden: frozenset[str] = frozenset()) -> tuple[str, Calls, list[str]]:
-    """Return content, calls and the calls' raw arguments."""
-    parser = kind.parser(TOOLS, hidden)
+def feed(
+    kind: ToolFormat,
+    pieces: list[str],
+    hidden: frozenset[str] = frozenset(),
+    constraint: Constraint = Constraint.NONE,
+) -> tuple[str, list[ToolCallDelta]]:
+    """Return content and the calls' deltas."""
+    parser = kind.parser(TOOLS, hidden, constraint)
     content = ""
     deltas: list[ToolCallDelta] = []
     for number, piece in enumerate(pieces):
         text, new = parser.feed(piece, finished=number == len(pieces) - 1)
         content += text
         deltas += new
+    return content, deltas
+
+
+def read(kind: ToolFormat, pieces: list[str], hidden: frozenset[str] = frozenset()) -> tuple[str, Calls, list[str]]:
+    """Return content, calls and the calls' raw arguments."""
+    content, deltas = feed(kind, pieces, hidden)
     assert [delta.index for delta in deltas if delta.id] == list(range(len({delta.index for delta in deltas})))
     calls = whole_calls(tuple(deltas))
     assert all(len(call.id) == 9 and call.id.isalnum() for call in calls)
@@ -171,16 +183,64 @@ def split_texts(draw: st.DrawFn) -> list[str]:
 @given(pieces=split_texts())
 def test_a_split_never_matters(kind: ToolFormat, pieces: list[str]) -> None:
     def raw(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-        parser = kind.parser(TOOLS, frozenset())
-        content = ""
-        deltas: list[ToolCallDelta] = []
-        for number, piece in enumerate(pieces):
-            text, new = parser.feed(piece, finished=number == len(pieces) - 1)
-            content += text
-            deltas += new
+        content, deltas = feed(kind, pieces)
         return content, [(call.name, call.arguments) for call in whole_calls(tuple(deltas))]
 
     assert raw(pieces) == raw(["".join(pieces)])
+
+
+# The form, a forced reply, and its first call's beginning: there its name is known.
+FORCED = {
+    "hermes": (
+        HERMES,
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": {',
+    ),
+    "llama": (LLAMA, '{"name": "add", "parameters": {"a": 1}}', '{"name": "add", "parameters": {'),
+    "llama, tag": (
+        LLAMA,
+        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}',
+        '<|python_tag|>{"name": "add", "parameters": {',
+    ),
+    "mistral, list": (
+        MISTRAL,
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]',
+        '[TOOL_CALLS] [{"name": "add", "arguments": {',
+    ),
+    "mistral, names": (MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}', "[TOOL_CALLS]add[ARGS]{"),
+    "pythonic": (PYTHONIC, "[add(a=1), now()]", "[add(a=1)"),
+}
+
+
+@pytest.mark.parametrize("case", FORCED)
+def test_a_forced_reply_cut_anywhere_is_calls_and_nothing_else(case: str) -> None:
+    kind, text, named = FORCED[case]
+    # Grammars allow blanks between the reasoning and the calls.
+    for before in ("", "\n\n"):
+        for length in range(len(text) + 1):
+            cut = before + text[:length]
+            for pieces in ([cut], [*cut, ""]):
+                content, deltas = feed(kind, pieces, constraint=Constraint.REPLY)
+                assert content == "", cut
+                assert bool(deltas) is (length >= len(named)), cut
+
+
+@pytest.mark.parametrize("case", FORCED)
+def test_a_strict_call_cut_before_its_name_is_no_content(case: str) -> None:
+    kind, text, named = FORCED[case]
+    starts_reply = kind is PYTHONIC or case == "llama"
+    before = "" if starts_reply else "Well.\n"
+    first = text.index("[" if kind is PYTHONIC else "{") + 1
+    for length in range(first, len(named)):
+        cut = before + text[:length]
+        for pieces in ([cut], [*cut, ""]):
+            assert feed(kind, pieces, constraint=Constraint.CALLS) == (before.rstrip(), []), cut
+    # Half a mark may be text, and so is all that follows no mark.
+    assert feed(HERMES, ["a <tool_c"], constraint=Constraint.CALLS) == ("a <tool_c", [])
+    assert feed(HERMES, ["a\n<tool_call>"], constraint=Constraint.CALLS) == ("a", [])
+    assert feed(MISTRAL, ["a[TOOL_CALLS]ad"], constraint=Constraint.CALLS) == ("a", [])
+    assert feed(kind, ["a {\n"], constraint=Constraint.CALLS) == ("a {\n", [])
 
 
 def test_arguments_stream_before_the_call_is_complete() -> None:

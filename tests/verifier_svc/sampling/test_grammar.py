@@ -456,6 +456,18 @@ def test_an_unusable_grammar_is_refused_with_the_reason(vocab: Vocabulary, text:
 
 
 @pytest.mark.parametrize(
+    ("schema", "reason"), [('{"type": "foo"}', "Invalid type: foo"), ('{"pattern": "("}', "unclosed group")]
+)
+def test_a_bad_schema_in_a_grammar_is_named_by_its_place_alone(vocab: Vocabulary, schema: str, reason: str) -> None:
+    text = f'start: "a" value\nvalue: %json {schema}\nMORE: "b"\n'
+    with pytest.raises(InvalidRequestError) as caught:
+        compile_grammar(Grammar("lark", text), vocab)
+    assert re.fullmatch(
+        rf"the grammar cannot be used: at 2\(\d+\): failed to compile JSON schema: {reason}", caught.value.message
+    )
+
+
+@pytest.mark.parametrize(
     ("masks", "expected"),
     [
         ({"allowed_token_ids": tuple(ids_of("cd", "a", "b", "ab"))}, "cdcdcd"),
