@@ -62,7 +62,7 @@ class Texts:
         limits.check_prompt_size(field, len(text), max_model_len)
         limits.check_unicode(field, text)
         limits.check_prompt_size(field, len(text), max_model_len, num_bytes=len(text.encode()))
-        ids = await self.token_ids(text, check, field=field, add_special_tokens=add_special_tokens)
+        ids = await self._encode(text, check, add_special_tokens=add_special_tokens)
         return cut_prompt(Prompt(ids, text), keep_last)
 
     async def num_kept(self, truncate: int | None, max_tokens: int) -> int | None:
@@ -111,6 +111,10 @@ class Texts:
         limits.check_text(field, text, limits.MAX_PROMPT_CHARS)
         check(self._tokenizer.min_tokens(len(text)), at_least=True)
         limits.check_bytes(field, text, limits.MAX_PROMPT_BYTES)
+        return await self._encode(text, check, add_special_tokens=add_special_tokens)
+
+    async def _encode(self, text: str, check: LengthCheck, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Return the token ids of a text that is not too large to be encoded."""
 
         def encode() -> tuple[int, ...]:
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, check=check))

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import orjson
 
 from foretoken.errors import UnavailableError
+from gateway import process_socket
 
 logger = logging.getLogger(__name__)
 
@@ -25,24 +26,13 @@ def aborts_socket(folder: Path, number: int) -> Path:
     return folder / f"aborts-{number}.sock"
 
 
-@contextlib.asynccontextmanager
-async def serve_aborts(path: Path, abort: Callable[[str | None, str], int]) -> AsyncIterator[None]:
+def serve_aborts(path: Path, abort: Callable[[str | None, str], int]) -> contextlib.AbstractAsyncContextManager[None]:
     """Answer each line, a name or null and a tenant, with the number of requests that ``abort`` ended."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            writer.write(b"%d\n" % abort(*orjson.loads(await reader.readline())))
-            await writer.drain()
-        except ConnectionError:
-            logger.debug("a worker disconnected from %s", path)
-        finally:
-            writer.close()
+    async def answer_to(request: bytes) -> bytes:
+        return b"%d" % abort(*orjson.loads(request))
 
-    # A worker that was killed left its socket file.
-    path.unlink(missing_ok=True)
-    async with await asyncio.start_unix_server(answer, path):
-        yield
-    path.unlink(missing_ok=True)
+    return process_socket.serve(path, answer_to)
 
 
 async def abort_in_all_workers(folder: Path, num_workers: int, name: str | None, tenant: str) -> int:
@@ -56,16 +46,10 @@ async def abort_in_all_workers(folder: Path, num_workers: int, name: str | None,
 
 async def _abort_in(path: Path, name: str | None, tenant: str) -> int:
     try:
-        async with asyncio.timeout(ABORT_TIMEOUT_S):
-            reader, writer = await asyncio.open_unix_connection(path)
-            try:
-                writer.write(orjson.dumps([name, tenant]) + b"\n")
-                line = await reader.readline()
-            finally:
-                writer.close()
+        answer = await process_socket.ask(path, orjson.dumps([name, tenant]) + b"\n", ABORT_TIMEOUT_S)
     except TimeoutError:
         raise UnavailableError("a gateway process does not answer; some requests may go on") from None
     except OSError:
         return 0
-    # An empty line: it ended meanwhile.
-    return int(line or b"0")
+    # An empty answer: it ended meanwhile.
+    return int(answer or b"0")

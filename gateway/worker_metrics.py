@@ -12,12 +12,13 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from foretoken import liveness
 from foretoken.errors import UnavailableError
 from foretoken.telemetry import Family, add_up, counts, parse, render
+from gateway import process_socket
 
 logger = logging.getLogger(__name__)
 
@@ -45,37 +46,19 @@ def liveness_socket(folder: Path, number: int) -> Path:
     return folder / f"alive-{number}.sock"
 
 
-@contextlib.asynccontextmanager
-async def serve_text(path: Path, text: Callable[[], Awaitable[bytes]]) -> AsyncIterator[None]:
+def serve_text(path: Path, text: Callable[[], Awaitable[bytes]]) -> contextlib.AbstractAsyncContextManager[None]:
     """Answer connections to ``path`` with this process's name, and ``text`` on request."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            wanted = await reader.readline() == _TEXT_PLEASE
-            writer.write(_PROCESS.encode() + b"\n" + (await text() if wanted else b""))
-            await writer.drain()
-        except ConnectionError:
-            logger.debug("a reader of %s disconnected", path)
-        finally:
-            writer.close()
+    async def answer_to(request: bytes) -> bytes:
+        return _PROCESS.encode() + b"\n" + (await text() if request == _TEXT_PLEASE else b"")
 
-    # A worker that was killed left its socket file.
-    path.unlink(missing_ok=True)
-    async with await asyncio.start_unix_server(answer, path):
-        yield
-    path.unlink(missing_ok=True)
+    return process_socket.serve(path, answer_to)
 
 
 async def fetch_text(path: Path, timeout_s: float, request: bytes = _TEXT_PLEASE) -> tuple[str, str] | None:
     """Return the process's name and the text from ``path``; None if nobody answers in time."""
     try:
-        async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_unix_connection(path)
-            try:
-                writer.write(request)
-                process, _, text = (await reader.read()).decode().partition("\n")
-            finally:
-                writer.close()
+        process, _, text = (await process_socket.ask(path, request, timeout_s)).decode().partition("\n")
     except (OSError, TimeoutError):
         return None
     return (process, text) if process else None

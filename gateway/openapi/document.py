@@ -119,7 +119,6 @@ _SECURITY: dict[Who, list[Schema]] = {
     Who.OBSERVER: [{}, {"key": []}, {"x-api-key": []}, {"operator": []}],
     Who.OPERATOR: [{"operator": []}],
 }
-OPERATORS = ("/v1/corpora", "/v1/drafters")
 
 
 def complete(document: Schema) -> Schema:
@@ -157,9 +156,11 @@ def _complete(path: str, method: str, operation: Schema, schemas: Schema) -> Non
         statuses |= {503, 504}
     if "{" in path or method in ("DELETE",):
         statuses |= {404, 409, 429}
-    if path == "/flush_cache" or path.startswith(OPERATORS):
+    who = who_may_call(method, path)
+    if who is Who.OPERATOR:
         statuses |= {404, 409, 429}
-    if path.startswith("/v1/models"):
+    if who is Who.CALLER:
+        # Of a key's limits.
         statuses |= {429}
     shape = "AnthropicError" if path.startswith("/v1/messages") else "Error"
     error = {"content": {JSON: {"schema": {"$ref": COMPONENTS + shape}}}}
@@ -172,12 +173,8 @@ def _complete(path: str, method: str, operation: Schema, schemas: Schema) -> Non
             "description": "Not ready, or draining.",
             "content": {JSON: {"schema": {"$ref": COMPONENTS + "Readiness"}}},
         }
-    who = who_may_call(method, path)
     if who in _SECURITY:
         operation["security"] = _SECURITY[who]
-        codes = (401, 403) if who is not Who.CALLER else (401, 403, 429)
-        for status in codes:
-            operation["responses"].setdefault(str(status), {"description": _STATUSES[status], **error})
 
 
 def _complete_body(path: str, body: Schema) -> None:
