@@ -1,4 +1,4 @@
-"""Check that forced tool calls fit their schemas and are those of plain decode, with every drafter.
+"""Check that forced tool calls fit their schemas and equal plain decode's, with every drafter.
 
     python -m benchmarks.tool_calls [--requests 1000] [--model FOLDER]
 

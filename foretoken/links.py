@@ -33,7 +33,7 @@ class Caller(Enum):
     ANYBODY = auto()
     # A peer: it shows the token if the service has one. Without one, everybody who reaches the port.
     PEER = auto()
-    # A peer that shows a token or a certificate; without either, nobody.
+    # A peer that shows a token or a certificate. A service that asks for neither refuses the call.
     OPERATOR = auto()
 
 

@@ -221,7 +221,7 @@ class _RestServer(uvicorn.Server):
             )
         )
         if certificates is not None:
-            # uvicorn would read the files into a context that nobody else can change.
+            # uvicorn would keep the context to itself, and it could not be loaded again.
             self.config.load()
             self.config.ssl = certificates.rest
         self._stop = asyncio.Event()

@@ -208,7 +208,8 @@ SGLANG_FLAGS = (
 
 # Flags of SGLang that are settings with the same meaning here.
 SAME_FLAGS = (
-    *("--host", "--port", "--served-model-name", "--chat-template", "--log-level", "--tool-call-parser"),
+    *("--host", "--port", "--api-key", "--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"),
+    *("--served-model-name", "--chat-template", "--log-level", "--tool-call-parser"),
     *("--reasoning-parser", "--revision", "--context-length", "--dtype", "--device"),
     *("--mem-fraction-static", "--max-running-requests", "--max-queued-requests", "--max-total-tokens"),
     *("--chunked-prefill-size", "--disable-radix-cache", "--disable-overlap-schedule", "--disable-cuda-graph"),

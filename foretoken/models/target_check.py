@@ -10,7 +10,7 @@ from foretoken.models.tensor_shapes import check_decoder
 
 
 def check_target(path: Path) -> tuple[str, ...]:
-    """Check a target's folder as loading would; return what to say about keys that nobody reads.
+    """Check a target's folder as loading would; return warnings about unknown config keys.
 
     Raises:
         CheckpointError: the folder cannot be read, or tensors are missing, misshapen or unknown.

@@ -118,7 +118,7 @@ def expected(who: Who, call: str) -> int | None:
 
 @pytest.mark.parametrize("call", CALLS)
 async def test_a_refused_call_learns_nothing(stack: Stack, call: str) -> None:
-    # Paths that are nobody's too: an unlisted one needs a key.
+    # Unlisted paths need a key, too.
     unlisted = [
         Route("GET", "/nothing", Who.CALLER),
         Route("POST", "/health", Who.CALLER),
