@@ -119,7 +119,13 @@ def _end_group(group: int) -> None:
 def _attached(server: ServerProcess, address: Address, num_drafters: int, ready_s: float) -> float | None:
     """Return the seconds from the start until ``num_drafters`` were attached, or None."""
     deadline = time.monotonic() + ATTACH_TIMEOUT_S
-    waited = server.wait_until(
-        lambda: drafters_attached(address, num_drafters) or time.monotonic() > deadline, 2 * ATTACH_TIMEOUT_S
-    )
-    return ready_s + waited if drafters_attached(address, num_drafters) else None
+    is_attached = False
+
+    def has_ended() -> bool:
+        nonlocal is_attached
+        # Kept: a busy verifier may not answer the next time, and then shows no drafters.
+        is_attached = drafters_attached(address, num_drafters)
+        return is_attached or time.monotonic() > deadline
+
+    waited = server.wait_until(has_ended, 2 * ATTACH_TIMEOUT_S)
+    return ready_s + waited if is_attached else None
