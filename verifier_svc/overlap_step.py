@@ -39,6 +39,9 @@ _TABLES_IN_FLIGHT = 4
 # Numbers of sequences, and rows of a step, whose graphs are captured before the first request.
 _SEAT_COUNTS = (*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 513, 16))
 MAX_USUAL_ROWS = 1024
+# Steps of other sizes before their graph is captured while requests wait. Where a batch shrinks or grows, most sizes
+# pass sooner.
+_EAGER_STEPS = 8
 
 
 class _Shape(NamedTuple):
@@ -126,7 +129,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             memory.stamp, memory.counts, memory.lengths, memory.num_left, memory.new_tokens, memory.hidden
         )
         self._stages: dict[_Shape, _Stage] = {}
-        self._graphs = DeviceGraphs(graphs and self._is_cuda)
+        self._graphs = DeviceGraphs(graphs and self._is_cuda, eager_uses=_EAGER_STEPS)
         # The generation of the pass's buffers that stages and graphs use.
         self._generation = -1
         self._features: tuple[int, ...] = ()
@@ -213,13 +216,13 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
                 shape = self._shape
                 assert shape is not None
                 self._shape, self._is_laid_out = None, False
-                if not self._graphs.captures(shape):
+                if not self._graphs.lacks(shape):
                     continue
                 starts = np.full(shape.seqs + 1, count * width, np.int32)
                 starts[:count] = np.arange(count, dtype=np.int32) * width
                 stage.resident.batch.clear(starts)
                 self._fill_walk(stage, starts)
-                self._graphs.run(shape, partial(self._launch_kernels, stage, shape.max_width))
+                self._graphs.capture(shape, partial(self._launch_kernels, stage, shape.max_width))
                 yield
 
     # Seats.
@@ -290,8 +293,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         if stage is None:
             finish_step(self._state, self._outcome)
         else:
-            assert self._shape is not None
-            self._graphs.run(self._shape, partial(self._launch_kernels, stage, self._shape.max_width))
+            self._run(stage)
         self.number += 1
         self._order.signal_step(self.number)
         wanted = [
@@ -473,6 +475,17 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
                 self._tables[index, known : len(blocks)] = blocks[known:]
                 self._num_blocks[index] = len(blocks)
         self._stages[shape].tables.send(np.ascontiguousarray(self._tables[: shape.seqs, : shape.blocks]))
+
+    def _run(self, stage: _Stage) -> None:
+        """Run a step, by its graph if that pays."""
+        shape = self._shape
+        assert shape is not None
+        launch = partial(self._launch_kernels, stage, shape.max_width)
+        if shape.rows > MAX_USUAL_ROWS:
+            # It keeps the GPU busy for longer than the host takes to launch it.
+            launch()
+        else:
+            self._graphs.run(shape, launch)
 
     def _launch_kernels(self, stage: _Stage, max_width: int) -> None:
         """Launch all kernels of one step; a graph captures this."""

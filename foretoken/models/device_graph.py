@@ -1,9 +1,10 @@
-"""CUDA graphs of launches: captured at the first use of a key, replayed from then on."""
+"""CUDA graphs of launches: captured at the first uses of a key, replayed from then on."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -18,14 +19,19 @@ class DeviceGraphs:
 
     Args:
         enabled: False: every call launches its kernels one by one, by the same code.
+        eager_uses: uses of a key before it is captured. A capture waits for the device and takes some 100 ms, which
+            a key of a passing moment does not repay.
 
     Attributes:
         enabled: as given.
         generation: number of calls of ``clear``, for other graphs over the same memory.
     """
 
-    def __init__(self, enabled: bool) -> None:
+    def __init__(self, enabled: bool, *, eager_uses: int = 0) -> None:
         self.enabled = enabled
+        self._eager_uses = eager_uses
+        # Uses of the keys that are not captured yet.
+        self._uses: Counter[Hashable] = Counter()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         # All captures share one stream: cuBLAS takes a workspace for each new stream, 34 MB on
@@ -35,7 +41,17 @@ class DeviceGraphs:
 
     def captures(self, key: Hashable) -> bool:
         """Return whether ``run`` will capture, which waits for all work on the device."""
+        return self.lacks(key) and self._uses[key] >= self._eager_uses
+
+    def lacks(self, key: Hashable) -> bool:
+        """Return whether ``capture`` would have something to do."""
         return self.enabled and key not in self._graphs
+
+    def capture(self, key: Hashable, launch: Callable[[], None]) -> None:
+        """Run ``launch`` and capture it, whatever its uses so far. The key must not be captured yet."""
+        # This call does the work, compiles kernels, and fails on what cannot be captured.
+        launch()
+        self._graphs[key] = self._capture(key, launch)
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Run ``launch`` or replay its graph.
@@ -49,14 +65,18 @@ class DeviceGraphs:
         if graph is not None:
             graph.replay()
             return
-        # This call does the work, compiles kernels, and fails on what cannot be captured.
+        if self.captures(key):
+            del self._uses[key]
+            self.capture(key, launch)
+            return
+        self._uses[key] += 1
         launch()
-        self._graphs[key] = self._capture(key, launch)
 
     def clear(self) -> None:
         """Forget all graphs, because memory that they use has moved."""
         self.generation += 1
         self._graphs.clear()
+        self._uses.clear()
         # A pool is freed with the last graph that uses it.
         self._pool = None
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import pytest
 import torch
 
@@ -46,3 +48,40 @@ def test_graphs_can_be_captured_anew_after_all_were_forgotten(device: str) -> No
         graphs.run("matmul", lambda: pytest.fail("is captured already"))
         torch.testing.assert_close(results, expected)
         graphs.clear()
+
+
+class Captured(DeviceGraphs):
+    """Notes what is captured, where there is no GPU."""
+
+    def __init__(self, eager_uses: int) -> None:
+        super().__init__(enabled=True, eager_uses=eager_uses)
+        self.keys: list[Hashable] = []
+
+    def _capture(self, key: Hashable, launch: Callable[[], None]) -> Graph:  # type: ignore[override]
+        self.keys.append(key)
+        return Graph(launch)
+
+
+class Graph:
+    def __init__(self, launch: Callable[[], None]) -> None:
+        self.replay = launch
+
+
+def test_a_key_is_captured_after_its_eager_uses_and_each_use_launches_once() -> None:
+    graphs = Captured(eager_uses=2)
+    launched: list[str] = []
+    for use in range(5):
+        assert graphs.captures("often") == (use == 2)
+        graphs.run("often", lambda: launched.append("often"))
+        assert graphs.keys == (["often"] if use >= 2 else [])
+    assert len(launched) == 5
+    graphs.run("seldom", lambda: launched.append("seldom"))
+    assert graphs.keys == ["often"] and graphs.lacks("seldom") and not graphs.lacks("often")
+
+
+def test_an_early_capture_waits_for_no_uses() -> None:
+    graphs = Captured(eager_uses=2)
+    graphs.capture("usual", lambda: None)
+    assert not graphs.captures("usual") and graphs.keys == ["usual"]
+    graphs.clear()
+    assert graphs.lacks("usual") and not graphs.captures("usual")
