@@ -198,7 +198,8 @@ class Controller:  # large: the figures of one decision and of its probes
             return False
         self._num_switches += 1
         self._probe_pause = FIRST_PROBE_AFTER
-        self._probe_at = self._num_steps + self._probe_pause
+        if self._costs.weight(NO_DRAFT, self._batch):
+            self._probe_at = self._num_steps + self._probe_pause
         self._stand(shape)
         return True
 
@@ -228,7 +229,10 @@ class Controller:  # large: the figures of one decision and of its probes
                 self._back_off()
                 return
             shape = max(hopes, key=rates.__getitem__)
-        if self._lost_s(shape, rates, batch) > self._saved_s:
+        if NO_DRAFT in hopeful and not self._costs.weight(NO_DRAFT, batch):
+            # Drafts must not fall behind plain decode, so what that takes is found out at once.
+            shape = NO_DRAFT
+        elif self._lost_s(shape, rates, batch) > self._saved_s:
             shape = hopeful[0] if hopeful and self._standing == NO_DRAFT else shape
             if self._lost_s(shape, rates, batch) > self._saved_s:
                 return

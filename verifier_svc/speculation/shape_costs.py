@@ -1,7 +1,13 @@
-"""What a step of a shape takes: the target's pass over its rows, and what was measured beside it.
+"""What a step of a shape takes: the target's pass over its rows, which was measured, and the rest, which is learned.
 
-The rest (draft passes, hand-over, what a lost overlap costs) is learned by shape and batch bucket. Where a shape was
-not measured it is taken from the same shape at a batch nearby, or from other shapes of this batch by their depth.
+The rest is one line for all shapes of a batch size, and a small part of each shape's own:
+
+    rest = base + level * (1 + depth) + own + factor * prompts
+
+``base`` is what every step takes beside the measured pass (contexts, the host), ``level`` one level of a draft; asking
+for a draft costs as much as a level. ``prompts`` is what the target's pass over the prompts should take. A Kalman
+filter (R. E. Kalman, 1960) for each half-octave of batch sizes learns the four from the steps, whatever their shapes.
+So what slows all shapes down, like growing contexts, makes no shape look better than another.
 """
 
 from __future__ import annotations
@@ -9,26 +15,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 
-# Weight of a new step once there are enough of them.
-SMOOTHING = 0.05
-# Before any draft was measured: a level's share of the target's pass over the batch. Asking costs as much as a level.
+# Shares of the target's pass over the batch, before any step was measured: a level's mean, and standard deviations.
 LEVEL_SHARE = 0.08
-# The first steps of a kind count by their median: one of them may have been disturbed.
-FIRST_STEPS = 5
-# A later step that takes so many times as long as expected was disturbed, and counts as this much. If so many in a row
-# do, it is the estimate that is wrong.
-MOST_RATIO, MOST_DISTURBED = 1.5, 3
+BASE_SPREAD, LEVEL_SPREAD = 0.3, 0.2
+# Of the shape's own pass.
+OWN_SPREAD = 0.02
+PROMPT_SPREAD = 0.15
+# At a batch size near a known one: what is doubted of the known values, as a share of them, by half-octaves between.
+NEARBY_DOUBT, MOST_DOUBT = 0.25, 1.0
+# Standard deviations of one step: of its time, and of what its prompts take.
+STEP_NOISE, PROMPT_NOISE = 0.06, 0.15
+# Drift in one step: shares of the target's pass over the batch, and of the factor.
+BASE_DRIFT, LEVEL_DRIFT, OWN_DRIFT, PROMPT_DRIFT = 0.008, 0.0004, 0.0008, 0.003
+# A step further off than so many standard deviations was disturbed, and counts as if it were no further. If so many
+# in a row are, it is the estimate that is wrong.
+MOST_OFF, MOST_DISTURBED = 3.0, 3
 # Steps for which the target's times are taken as they are.
 HOLD_FOR = 64
-# Weight of a new step in what prompts take, and steps' worth of trust that a prompt's token takes what a row takes in
-# the target's pass over many.
-PROMPT_SMOOTHING = 0.02
-PROMPT_TRUST = 5.0
+# Rows whose pass says what a prompt's token takes in one over many.
 MANY_ROWS = (1024, 256, 64, 1)
-# Half-octaves up to which the same shape at another batch is a better guess than other shapes at this one.
-NEARBY = 3
+LEAST_SHARE = 0.3
+
+_BASE, _LEVEL, _FACTOR, _FIRST_OWN = range(4)
 
 
 def batch_bucket(batch: int) -> int:
@@ -44,11 +57,10 @@ class ShapeCosts:
         self._verify_s = verify_s
         self._held: dict[int, float] = {}
         self._held_for = 0
-        self._rests: dict[Shape, dict[int, _Rest]] = {}
+        self._fits: dict[int, _Fit] = {}
+        # The fit of the last step; it knows best what prompts take.
+        self._latest: _Fit | None = None
         self._shape = NO_DRAFT
-        # How steps' seconds vary with what their prompts should take, within kinds of steps. What a prompt costs
-        # whatever its length counts as a part of the steps that have one.
-        self._prompt_variance = self._prompt_covariance = 0.0
 
     def observe(self, shape: Shape, batch: int, seconds: float, num_prompt_tokens: int) -> None:
         """Learn from a step. The first one of another shape says more of the change than of the shape."""
@@ -61,21 +73,14 @@ class ShapeCosts:
         verify_s = self.verify(batch * shape.nodes)
         if not math.isfinite(verify_s):
             return
-        rest = self._rests.setdefault(shape, {}).setdefault(batch_bucket(batch), _Rest())
-        prompt_s = self._nominal_prompt_s(num_prompt_tokens)
-        factor = self.prompt_factor
-        trust = 1.0
-        if rest.weight >= FIRST_STEPS:
-            expected = verify_s + rest.seconds(factor) + factor * prompt_s
-            # What prompts take is known less well than what a step takes.
-            trust = (1 - min(factor * prompt_s / expected, 0.7)) ** 2
-            rest.num_disturbed = rest.num_disturbed + 1 if seconds > MOST_RATIO * expected else 0
-            if rest.num_disturbed <= MOST_DISTURBED:
-                seconds = min(seconds, MOST_RATIO * expected)
-            prompt_off, seconds_off = prompt_s - rest.prompt_s, seconds - verify_s - rest.mean_s
-            self._prompt_variance += PROMPT_SMOOTHING * (prompt_off**2 - self._prompt_variance)
-            self._prompt_covariance += PROMPT_SMOOTHING * (prompt_off * seconds_off - self._prompt_covariance)
-        rest.observe(seconds - verify_s, prompt_s, factor, trust)
+        bucket = batch_bucket(batch)
+        fit = self._fits.get(bucket)
+        if fit is None:
+            fit = self._fits[bucket] = self._new_fit(batch)
+        if self._latest is not None and self._latest is not fit:
+            fit.take_factor(self._latest)
+        self._latest = fit
+        fit.observe(shape, verify_s, seconds, self._nominal_prompt_s(num_prompt_tokens))
 
     def prompt_s(self, num_tokens: int) -> float:
         """Return the seconds of prompts of so many tokens."""
@@ -90,18 +95,22 @@ class ShapeCosts:
     @property
     def prompt_factor(self) -> float:
         """What prompts take over what they should take."""
-        trust = PROMPT_TRUST * PROMPT_SMOOTHING * self.verify(1) ** 2
-        return max(self._prompt_covariance + trust, 0.0) / (self._prompt_variance + trust)
+        return 1.0 if self._latest is None else max(float(self._latest.mean[_FACTOR]), 0.0)
 
     def estimate(self, shape: Shape, batch: int) -> float:
         """Return the seconds of a step in which ``batch`` rows verify trees of this shape, without prompts."""
         verify_s = self.verify(batch * shape.nodes)
-        return max(verify_s + self._rest(shape, batch), 0.3 * verify_s)
+        if not math.isfinite(verify_s):
+            return math.inf
+        fit = self._fits.get(batch_bucket(batch))
+        if fit is None:
+            fit = self._new_fit(batch)
+        return max(verify_s + fit.rest(shape), LEAST_SHARE * verify_s)
 
     def weight(self, shape: Shape, batch: int) -> int:
         """Return how many steps of this shape were measured at this bucket."""
-        rest = self._rests.get(shape, {}).get(batch_bucket(batch))
-        return rest.weight if rest is not None else 0
+        fit = self._fits.get(batch_bucket(batch))
+        return fit.num_steps.get(shape, 0) if fit is not None else 0
 
     def verify(self, num_rows: int) -> float:
         """Return the seconds of the target's pass."""
@@ -110,90 +119,96 @@ class ShapeCosts:
             seconds = self._held[num_rows] = self._verify_s(num_rows)
         return seconds
 
-    def _rest(self, shape: Shape, batch: int) -> float:
-        """Return the seconds of a step beside the target's pass."""
-        bucket = batch_bucket(batch)
-        own = self._rests.get(shape, {})
-        known = own.get(bucket)
-        if known is not None and known.weight:
-            return known.seconds(self.prompt_factor)
-        nearest = min(own, key=lambda other: abs(other - bucket), default=None)
-        if nearest is not None and (abs(nearest - bucket) <= NEARBY or shape == NO_DRAFT):
-            return own[nearest].seconds(self.prompt_factor)
-        if shape == NO_DRAFT:
-            return 0.0
-        level_s = LEVEL_SHARE * self.verify(batch)
-        others = self._by_levels(bucket)
-        if not any(levels for levels, *_ in others):
-            return level_s * _levels(shape) if nearest is None else own[nearest].seconds(self.prompt_factor)
-        return _on_line(others, _levels(shape), level_s)
-
-    def _by_levels(self, bucket: int) -> list[tuple[int, float, float]]:
-        """Return levels, seconds beside the target's pass, and weight of the shapes measured nearest to this bucket."""
-        found = [
-            (abs(other - bucket), _levels(shape), rest.seconds(self.prompt_factor), min(rest.weight, 1 / SMOOTHING))
-            for shape, rests in self._rests.items()
-            for other, rest in rests.items()
-            if rest.weight
-        ]
-        nearest = min((distance for distance, levels, *_ in found if levels), default=0)
-        # What plain decode takes beside the pass (longer contexts, the host) all shapes take.
-        nearest_plain = min((distance for distance, levels, *_ in found if not levels), default=0)
-        return [
-            (levels, seconds, weight)
-            for distance, levels, seconds, weight in found
-            if (distance == nearest if levels else distance == nearest_plain <= NEARBY)
-        ]
+    def _new_fit(self, batch: int) -> _Fit:
+        """Return what is believed at a batch size where no step was measured: what the nearest one has shown."""
+        bucket, verify_s = batch_bucket(batch), self.verify(batch)
+        nearest = min(self._fits, key=lambda other: abs(other - bucket), default=None)
+        fit = _Fit(verify_s)
+        if nearest is not None:
+            fit.believe(self._fits[nearest], abs(nearest - bucket))
+        return fit
 
 
-class _Rest:
-    """Smoothed seconds of a kind of step beside the target's pass.
+class _Fit:
+    """The filter of one bucket of batch sizes.
 
-    They contain prompts: what those take is known better later.
+    Attributes:
+        mean: seconds of base and level, the prompts' factor, then each shape's own seconds.
+        num_steps: measured, by shape.
     """
 
-    __slots__ = ("_first", "mean_s", "num_disturbed", "prompt_s", "weight")
+    def __init__(self, verify_s: float) -> None:
+        """``verify_s``: seconds of the target's pass over the batch, one row each."""
+        self._verify_s = verify_s
+        self._own: dict[Shape, int] = {}
+        self._num_disturbed = 0
+        self.num_steps: dict[Shape, int] = {}
+        self.mean: NDArray[np.float64] = np.array([0.0, LEVEL_SHARE * verify_s, 1.0])
+        spreads = np.array([BASE_SPREAD * verify_s, LEVEL_SPREAD * verify_s, PROMPT_SPREAD])
+        self._spread: NDArray[np.float64] = np.diag(spreads**2)
+        self._drift = np.array([BASE_DRIFT * verify_s, LEVEL_DRIFT * verify_s, PROMPT_DRIFT]) ** 2
 
-    def __init__(self) -> None:
-        self.mean_s = self.prompt_s = 0.0
-        self.weight = self.num_disturbed = 0
-        self._first: list[tuple[float, float]] = []
+    def believe(self, other: _Fit, distance: int) -> None:
+        """Begin with what another batch size has shown, ``distance`` half-octaves away."""
+        scale = self._verify_s / other._verify_s
+        doubt = min(NEARBY_DOUBT * distance, MOST_DOUBT)
+        self.mean[:] = other.mean[:_FIRST_OWN] * (scale, scale, 1.0)
+        known = np.diag(other._spread)[:_FIRST_OWN] * (scale**2, scale**2, 1.0)
+        first = np.diag(self._spread)
+        doubted = known + (doubt * self.mean) ** 2
+        doubted[_FACTOR] = known[_FACTOR]
+        self._spread = np.diag(np.minimum(doubted, np.maximum(first, known)))
 
-    def observe(self, seconds: float, prompt_s: float, prompt_factor: float, trust: float) -> None:
-        """Learn from a step with ``seconds`` beside the target's pass, and prompts of ``prompt_s``."""
-        self.weight += 1
-        if self.weight <= FIRST_STEPS:
-            self._first.append((seconds, prompt_s))
-            by_rest = sorted(self._first, key=lambda step: step[0] - prompt_factor * step[1])
-            self.mean_s, self.prompt_s = by_rest[(len(by_rest) - 1) // 2]
-            return
-        share = max(1 / self.weight, SMOOTHING) * trust
-        self.mean_s += share * (seconds - self.mean_s)
-        self.prompt_s += share * (prompt_s - self.prompt_s)
+    def take_factor(self, other: _Fit) -> None:
+        """Take over what another batch size has learned of prompts last."""
+        self.mean[_FACTOR] = other.mean[_FACTOR]
+        self._spread[_FACTOR, :] = self._spread[:, _FACTOR] = 0.0
+        self._spread[_FACTOR, _FACTOR] = other._spread[_FACTOR, _FACTOR]
 
-    def seconds(self, prompt_factor: float) -> float:
-        """Return the seconds without prompts."""
-        return self.mean_s - prompt_factor * self.prompt_s
+    def rest(self, shape: Shape) -> float:
+        """Return the seconds of a step beside the target's pass and prompts."""
+        own = self._own.get(shape)
+        line = float(self.mean[_BASE]) + float(self.mean[_LEVEL]) * _levels(shape)
+        return line if own is None else line + float(self.mean[own])
+
+    def observe(self, shape: Shape, verify_s: float, seconds: float, prompt_s: float) -> None:
+        """Learn from a step whose pass should take ``verify_s``, and its prompts ``prompt_s``."""
+        self.num_steps[shape] = self.num_steps.get(shape, 0) + 1
+        parts = self._parts(shape, verify_s)
+        parts[_BASE], parts[_LEVEL], parts[_FACTOR] = 1.0, _levels(shape), prompt_s
+        self._spread.flat[:: len(parts) + 1] += self._drift
+        off = seconds - verify_s - float(parts @ self.mean)
+        shared = self._spread @ parts
+        expected = max(seconds - off, LEAST_SHARE * verify_s)
+        noise = (STEP_NOISE * expected) ** 2 + (PROMPT_NOISE * prompt_s) ** 2
+        variance = float(parts @ shared) + noise
+        most = MOST_OFF * math.sqrt(variance)
+        self._num_disturbed = self._num_disturbed + 1 if abs(off) > most else 0
+        if self._num_disturbed > MOST_DISTURBED:
+            # All that was believed is doubted, and what was doubted most is believed least.
+            self._num_disturbed = 0
+            doubt = (off / most) ** 2
+            self._spread *= doubt
+            shared, variance = shared * doubt, (variance - noise) * doubt + noise
+        else:
+            off = min(max(off, -most), most)
+        self.mean += shared * (off / variance)
+        self._spread -= np.outer(shared, shared) / variance
+
+    def _parts(self, shape: Shape, verify_s: float) -> NDArray[np.float64]:
+        """Return the parts of a step of this shape; only its own part is set. A new shape gets its place."""
+        at = self._own.get(shape)
+        if at is None:
+            at = self._own[shape] = len(self.mean)
+            self.mean = np.append(self.mean, 0.0)
+            self._spread = np.pad(self._spread, (0, 1))
+            self._spread[at, at] = (OWN_SPREAD * verify_s) ** 2
+            self._drift = np.append(self._drift, (OWN_DRIFT * self._verify_s) ** 2)
+        parts = np.zeros(len(self.mean))
+        parts[at] = 1.0
+        return parts
 
 
 def _levels(shape: Shape) -> int:
     """Return how many levels' time a shape's drafts take. Asking for them costs as much as a level."""
     return 0 if shape == NO_DRAFT else 1 + shape.depth
-
-
-def _on_line(points: list[tuple[int, float, float]], levels: int, level_s: float) -> float:
-    """Return the seconds at ``levels`` on the line through points of levels, seconds and weight.
-
-    One point says nothing of the slope. Then ``level_s`` is what a level should take, and the seconds over all levels
-    are the most that it can take: the truth is assumed to lie between them.
-    """
-    total = sum(weight for *_, weight in points)
-    mean_levels = sum(weight * at for at, _, weight in points) / total
-    mean_s = sum(weight * seconds for _, seconds, weight in points) / total
-    spread = sum(weight * (at - mean_levels) ** 2 for at, _, weight in points)
-    if spread < 1e-3:
-        most = max(mean_s / mean_levels, 0.0)
-        slope = math.sqrt(min(level_s, most) * most)
-    else:
-        slope = sum(weight * (at - mean_levels) * (seconds - mean_s) for at, seconds, weight in points) / spread
-    return max(mean_s + max(slope, 0.0) * (levels - mean_levels), 0.0)

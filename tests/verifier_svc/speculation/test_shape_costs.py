@@ -29,8 +29,8 @@ def test_other_depths_follow_from_two() -> None:
     for depth in (1, 3):
         for _ in range(20):
             known.observe(chain(depth), 8, PASS_S + 0.001 * (1 + depth), 0)
-    assert known.estimate(chain(5), 8) == pytest.approx(PASS_S + 0.006)
-    assert known.estimate(chain(3), 12) == pytest.approx(PASS_S + 0.004), "the batch is not far"
+    assert known.estimate(chain(5), 8) == pytest.approx(PASS_S + 0.006, rel=0.03)
+    assert known.estimate(chain(3), 12) == pytest.approx(PASS_S + 0.004, rel=0.03), "the batch is not far"
 
 
 def test_what_plain_decode_takes_too_is_no_level() -> None:
@@ -40,14 +40,36 @@ def test_what_plain_decode_takes_too_is_no_level() -> None:
         known.observe(NO_DRAFT, 8, PASS_S + 0.003, 0)
     for _ in range(20):
         known.observe(chain(1), 8, PASS_S + 0.003 + 2 * 0.0003, 0)
-    assert known.estimate(chain(5), 8) == pytest.approx(PASS_S + 0.003 + 6 * 0.0003)
+    assert known.estimate(chain(5), 8) == pytest.approx(PASS_S + 0.003 + 6 * 0.0003, rel=0.05)
+
+
+def test_what_slows_all_shapes_down_makes_none_look_better() -> None:
+    """The contexts grow while one chain is in use; the other was measured before."""
+    known = costs()
+    for depth in (3, 1, 3, 1):
+        for _ in range(30):
+            known.observe(chain(depth), 8, PASS_S + 0.0004 * (1 + depth), 0)
+    for step in range(300):
+        known.observe(chain(1), 8, PASS_S + 0.00001 * step + 2 * 0.0004, 0)
+    difference = known.estimate(chain(3), 8) - known.estimate(chain(1), 8)
+    assert difference == pytest.approx(2 * 0.0004, abs=0.0004)
+
+
+def test_a_shape_may_differ_from_the_line_of_the_others() -> None:
+    known = costs()
+    for _ in range(10):
+        for depth in (1, 2, 3):
+            for _ in range(12):
+                known.observe(chain(depth), 8, PASS_S + 0.0004 * (1 + depth) + (0.0006 if depth == 2 else 0.0), 0)
+    assert known.estimate(chain(2), 8) == pytest.approx(PASS_S + 3 * 0.0004 + 0.0006, rel=0.03)
+    assert known.estimate(chain(3), 8) == pytest.approx(PASS_S + 4 * 0.0004, rel=0.05)
 
 
 def test_one_chain_alone_does_not_make_deep_ones_dear() -> None:
     known = costs()
     for _ in range(20):
         known.observe(chain(1), 8, PASS_S + 0.004, 0)
-    assert PASS_S + 0.004 < known.estimate(chain(5), 8) < PASS_S + 0.009
+    assert PASS_S + 0.004 < known.estimate(chain(5), 8) < PASS_S + 0.011
 
 
 def test_one_disturbed_step_moves_little_and_many_are_believed() -> None:
