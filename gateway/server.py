@@ -22,7 +22,6 @@ from foretoken.errors import ConfigError, ForetokenError
 from foretoken.links import read_credentials
 from foretoken.telemetry import render
 from foretoken.tracing import make_tracer
-from gateway import grpc_bodies
 from gateway.access.certificates import Certificates
 from gateway.access.grpc_guard import AccessInterceptor
 from gateway.access.keyring import Keyring
@@ -31,8 +30,9 @@ from gateway.access.quota import Ledger
 from gateway.app import create_app
 from gateway.config import GatewaySettings
 from gateway.core import GatewayCore
-from gateway.grpc_api import API, SERVICE_NAME, GatewayServicer
-from gateway.grpc_bodies import BodyInterceptor
+from gateway.grpc import bodies as grpc_bodies
+from gateway.grpc.api import API, SERVICE_NAME, GatewayServicer
+from gateway.grpc.bodies import BodyInterceptor
 from gateway.http_protocol import KEEP_ALIVE_S, HttpProtocol
 from gateway.sockets import BACKLOG, bracketed, hold, listen
 from gateway.tokenizer import Tokenizer
