@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import re
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from foretoken.config import build
 from foretoken.errors import ConfigError
 from gateway import http_protocol
 from gateway.access import tls_listener
+from gateway.access.routes import ROUTES, RPCS, Who
 from gateway.config import GatewaySettings
 from gateway.server import Gateway
 from gateway.tokenizer import Tokenizer
@@ -225,6 +227,30 @@ async def test_clients_need_a_certificate_that_is_valid(
             assert (await http.post(URL, json=BODY)).status_code == 200
             stub = gateway_pb2_grpc.GatewayServiceStub(secure)
             assert (await stub.GetModel(gateway_pb2.GetModelRequest())).model == MODEL
+
+
+async def test_every_route_needs_a_certificate_that_is_valid(
+    settings: GatewaySettings, tokenizer: Tokenizer, authority: Authority, own: Issued
+) -> None:
+    expired = authority.issue("expired", days=-1)
+    files = {"ssl_certfile": own.chain, "ssl_keyfile": own.key, "ssl_ca_certs": authority.certificate}
+    async with running(settings, tokenizer, **files, host="127.0.0.1") as (_, verifier):
+        for route in ROUTES:
+            path = re.sub(r"\{.*?\}", MODEL, route.path)
+            async with client(settings, authority.certificate) as http:
+                answer = await http.request(route.method, path, json={})
+                assert (answer.status_code == 401) is (route.who is not Who.PUBLIC), (route, answer.text)
+                assert MODEL not in answer.text + str(answer.headers)
+            async with client(settings, authority.certificate, expired) as http:
+                with pytest.raises(httpx.TransportError):
+                    await http.request(route.method, path, json={})
+        for rpc in (rpc for rpc in RPCS if rpc.who is not Who.SERVICE):
+            for shown in (None, expired):
+                async with channel(settings, authority.certificate, shown) as secure:
+                    call = secure.stream_stream(rpc.path)()
+                    assert await call.code() is grpc.StatusCode.UNAVAILABLE, rpc
+                    assert MODEL not in (await call.details() or "")
+        assert not verifier.submitted
 
 
 async def test_roots_of_clients_are_renewed(
