@@ -98,10 +98,11 @@ async def fuzz(
     seed: int,
     num_requests: int,
     keys: Sequence[str] = (),
+    operator_key: str = "",
     on_count: Callable[[int], Any] = lambda _: None,
 ) -> Outcomes:
-    """Send requests from a seed, several at once. Most show one of ``keys``, if there are any."""
-    requests, outcomes = FuzzedRequests(seed, keys), Outcomes()
+    """Send requests from a seed, several at once. Most show a key that their path needs, if it is given."""
+    requests, outcomes = FuzzedRequests(seed, keys, operator_key), Outcomes()
     numbers = iter(range(num_requests))
     limits = httpx.Limits(max_connections=CONCURRENCY)
     async with (
@@ -142,7 +143,8 @@ def main() -> int:
     parser.add_argument("--grpc", default="127.0.0.1:50051")
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--key", action="append", default=[], help="a client's key or the operator's; repeatable")
+    parser.add_argument("--key", action="append", default=[], help="a client's key; repeatable")
+    parser.add_argument("--operator-key", default="")
     parser.add_argument("--pid", type=int, help="foretoken serve's; shows the memory of its processes")
     given = parser.parse_args()
     began = time.monotonic()
@@ -153,7 +155,15 @@ def main() -> int:
             print(f"{number} requests in {time.monotonic() - began:.0f} s {memory}", flush=True)
 
     outcomes = asyncio.run(
-        fuzz(given.url, given.grpc, seed=given.seed, num_requests=given.requests, keys=given.key, on_count=show)
+        fuzz(
+            given.url,
+            given.grpc,
+            seed=given.seed,
+            num_requests=given.requests,
+            keys=given.key,
+            operator_key=given.operator_key,
+            on_count=show,
+        )
     )
     print(f"{given.requests} requests of seed {given.seed} in {time.monotonic() - began:.0f} s")
     for name, count in sorted(outcomes.counts.items()):

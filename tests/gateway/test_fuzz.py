@@ -26,9 +26,12 @@ def test_bodies_of_all_routes_are_made() -> None:
 
 
 def test_requests_show_the_keys_that_there_are() -> None:
-    requests = FuzzedRequests(1, ["first", "second"])
-    shown = {key for _ in range(200) for key in requests.rest().headers.items()}
-    assert {("authorization", "Bearer first"), ("x-api-key", "second")} <= shown
+    requests = FuzzedRequests(1, ["first", "second"], "operator")
+    made = [requests.rest() for _ in range(400)]
+    shown = {key for request in made for key in request.headers.items()}
+    assert {("authorization", "Bearer first"), ("x-api-key", "second"), ("x-api-key", "operator")} <= shown
+    operators = [request for request in made if request.path == "/v1/drafters"]
+    assert sum("operator" in str(request.headers) for request in operators) > len(operators) / 2
 
 
 async def test_random_requests_find_no_fault(stack: Stack) -> None:

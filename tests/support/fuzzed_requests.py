@@ -88,6 +88,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/drafters": {"name": "fuzz", "address": "127.0.0.1:1", "transport": "grpc"},
 }
 PATHS = sorted({re.sub(r"\{[^}]+\}", "x", route.path) for route in ROUTES})
+OPERATORS_PATHS = ("/v1/corpora", "/v1/drafters", "/flush_cache")
 METHODS = ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"]
 NAMES = [
     *("max_tokens", "top_k", "min_p", "stop_token_ids", "min_tokens", "ignore_eos", "repetition_penalty", "user"),
@@ -132,10 +133,11 @@ class RpcRequest:
 class FuzzedRequests:
     """Makes requests; the same seed and keys make the same ones."""
 
-    def __init__(self, seed: int, keys: Sequence[str] = ()) -> None:
-        """``keys``: of clients and the operator; most requests show one of them."""
+    def __init__(self, seed: int, keys: Sequence[str] = (), operator_key: str = "") -> None:
+        """``keys``: clients'; most requests show the key that their path needs."""
         self._random = random.Random(seed)
         self._keys = tuple(keys)
+        self._operator_key = operator_key
 
     def rest(self) -> RestRequest:
         """Return a REST request; three in four are a valid one with up to three changes."""
@@ -145,14 +147,14 @@ class FuzzedRequests:
             path = draw.choice(
                 [path, path + "/", path + "?a=%ff&a", "//" + path, path + "/%2e%2e", "/" + self._token()]
             )
-            return RestRequest(draw.choice(METHODS), path, draw.choice([b"", self._nonsense()]), self._headers())
+            return RestRequest(draw.choice(METHODS), path, draw.choice([b"", self._nonsense()]), self._headers(path))
         body = json.loads(json.dumps(BODIES[path]))
         for _ in range(draw.choice([0, 1, 1, 2, 3])):
             self._change(body)
         content = json.dumps(body).encode()
         if draw.random() < 0.1:
             content = self._broken(content)
-        return RestRequest("POST", path, content, self._headers())
+        return RestRequest("POST", path, content, self._headers(path))
 
     def rpc(self) -> RpcRequest:
         """Return a call of Generate, whose bytes may be no message."""
@@ -232,7 +234,7 @@ class FuzzedRequests:
                 return data[:place] + draw.randbytes(3) + data[place:]
         return data[:place] + data[place + 1 :]
 
-    def _headers(self) -> dict[str, str]:
+    def _headers(self, path: str) -> dict[str, str]:
         draw = self._random
         headers = {"content-type": "application/json"}
         if draw.random() < 0.05:
@@ -240,12 +242,16 @@ class FuzzedRequests:
         if draw.random() < 0.1:
             name = draw.choice(["x-request-id", "traceparent", "authorization", "origin", "accept", "x-api-key"])
             headers[name] = draw.choice(["", "x" * 200, "00-0-0-0", "Bearer x", "http://localhost", "*/*"])
-        return self._key() | headers
+        return self._key(path) | headers
 
-    def _key(self) -> dict[str, str]:
-        """Return the header of a key; none without keys, and in one of twenty requests."""
+    def _key(self, path: str = "") -> dict[str, str]:
+        """Return the header of a key, now and then one that may not make the call, or none."""
         draw = self._random
-        if not self._keys or draw.random() < 0.05:
+        is_operators = path.startswith(OPERATORS_PATHS)
+        keys = [self._operator_key] if is_operators and self._operator_key else [*self._keys]
+        if draw.random() < 0.05:
+            keys = ["", "wrong", self._operator_key, *self._keys]
+        key = draw.choice(keys) if keys else ""
+        if not key:
             return {}
-        key = draw.choice(self._keys)
         return draw.choice([{"authorization": f"Bearer {key}"}, {"x-api-key": key}])
