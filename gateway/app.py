@@ -21,13 +21,13 @@ from gateway.anthropic.api import anthropic_router
 from gateway.bodies import BodyMiddleware
 from gateway.callers import CallerCheck, CallerMiddleware
 from gateway.core import GatewayCore
-from gateway.corpora_api import corpora_router
-from gateway.drafters_api import drafters_router
 from gateway.ignored_fields import IgnoredFieldsMiddleware
 from gateway.messages import VerifierInfo
 from gateway.openai.api import openai_router
 from gateway.openapi.document import complete, methods_of
 from gateway.openapi.page import SECURITY_POLICY, page
+from gateway.operator.corpora import corpora_router
+from gateway.operator.drafters import drafters_router
 from gateway.responses.api import responses_router
 from gateway.sglang.control import control_router
 from gateway.sglang.generate import generate_router

@@ -134,6 +134,7 @@ class GatewayCore:
             limits.check_prompt(prompt.ids, model, field=prompt_field)
         check_stop(request.stop)
         limits.check_number("priority", request.priority, limits.PRIORITY_RANGE)
+        callers.current().priority(request.priority)
         limits.check_prediction(request.prediction_ids, model)
         if request.prediction_ids and len(request.prompts) > 1:
             # One text can be expected from several choices of a prompt, not from several prompts.
@@ -158,9 +159,16 @@ class GatewayCore:
         draining.
         """
         caller = callers.current()
-        with self.admission.enter(), caller.running(sum(len(prompt.ids) for prompt in request.prompts)):
-            request = dataclasses.replace(request, cache_salt=caller.tenant(request.cache_salt))
-            max_model_len = self.verifiers.info.max_model_len
+        max_model_len = self.verifiers.info.max_model_len
+        with (
+            self.admission.enter(),
+            caller.running(request.num_prompt_tokens, request.max_output_tokens(max_model_len)),
+        ):
+            request = dataclasses.replace(
+                request,
+                cache_salt=caller.tenant(request.cache_salt),
+                priority=caller.priority(request.priority),
+            )
             span, request = start_span(self._tracer, request, self.settings.served_model_name, api, client_id)
             generation = Generation(request, self.verifiers, self.tokenizer, max_model_len, self.metrics.tokens_arrived)
             failure: str | None = "cancelled"

@@ -77,6 +77,18 @@ class GenerationRequest:
     def num_outputs(self) -> int:
         return len(self.prompts) * self.n
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+    def max_tokens_after(self, prompt: Prompt, max_model_len: int) -> int:
+        """Return the most tokens of one output after ``prompt``."""
+        return min(self.sampling.max_tokens, max_model_len - len(prompt.ids))
+
+    def max_output_tokens(self, max_model_len: int) -> int:
+        """Return the most tokens of all outputs together."""
+        return self.n * sum(self.max_tokens_after(prompt, max_model_len) for prompt in self.prompts)
+
 
 @dataclass(slots=True)
 class Delta:
@@ -459,8 +471,7 @@ def _specs(request: GenerationRequest, max_model_len: int) -> list[SequenceSpec]
     """Return one sequence per choice; each prompt of a list is a request to the verifier."""
     specs = []
     for number, prompt in enumerate(request.prompts):
-        room = max_model_len - len(prompt.ids)
-        max_tokens = min(request.sampling.max_tokens, room)
+        max_tokens = request.max_tokens_after(prompt, max_model_len)
         sampling = dataclasses.replace(
             request.sampling, max_tokens=max_tokens, min_tokens=min(request.sampling.min_tokens, max_tokens)
         )

@@ -9,9 +9,9 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import uvicorn
@@ -22,18 +22,20 @@ from foretoken.errors import ConfigError, ForetokenError
 from foretoken.links import read_credentials
 from foretoken.telemetry import render
 from foretoken.tracing import make_tracer
-from gateway import grpc_bodies
+from gateway.access import tls_listener
 from gateway.access.certificates import Certificates
 from gateway.access.grpc_guard import AccessInterceptor
 from gateway.access.keyring import Keyring
 from gateway.access.policy import Policy
 from gateway.access.quota import Ledger
+from gateway.access.tls_listener import TlsListener
 from gateway.app import create_app
 from gateway.config import GatewaySettings
 from gateway.core import GatewayCore
-from gateway.grpc_api import API, SERVICE_NAME, GatewayServicer
-from gateway.grpc_bodies import BodyInterceptor
-from gateway.http_protocol import KEEP_ALIVE_S, HttpProtocol
+from gateway.grpc import bodies as grpc_bodies
+from gateway.grpc.api import API, SERVICE_NAME, GatewayServicer
+from gateway.grpc.bodies import BodyInterceptor
+from gateway.http_protocol import KEEP_ALIVE_S, HttpProtocol, max_connections
 from gateway.sockets import BACKLOG, bracketed, hold, listen
 from gateway.tokenizer import Tokenizer
 from gateway.verifier_pool import VerifierPool
@@ -114,10 +116,14 @@ class Gateway:
             rpc.bind(self._grpc, f"{bracketed(settings.host)}:{settings.grpc_port}", public_tls=credentials)
             await self._grpc.start()
             stack.push_async_callback(self._grpc.stop, CUT_GRACE_S)
-            self._verifiers_task = await stack.enter_async_context(_background(self.verifiers.run()))
-            rest = _RestServer(self.core, settings, self._certificates)
+            verifiers_task = await stack.enter_async_context(_background(self.verifiers.run()))
+            rest = _RestServer(self.core, settings)
             self.connections = rest.server_state.connections
-            self._rest_task = await stack.enter_async_context(_serving(rest, listener))
+            accepted = [listener] if self._certificates is None else []
+            self._tasks = {verifiers_task, await stack.enter_async_context(_serving(rest, accepted))}
+            if self._certificates is not None:
+                tls = TlsListener(listener, self._certificates, rest.make_protocol)
+                self._tasks.add(await stack.enter_async_context(_background(tls.run())))
             if settings.worker_socket is not None:
                 await stack.enter_async_context(self._counting_with_others(settings.worker_socket))
             if settings.liveness_socket is not None:
@@ -135,7 +141,13 @@ class Gateway:
 
         self.body_interceptor = BodyInterceptor(core.bodies, self._settings.max_concurrent_requests, reject)
         interceptors = (AccessInterceptor(core.policy, reject), self.body_interceptor)
-        return rpc.async_server(reuse_port=reuse_port, options=grpc_bodies.SERVER_OPTIONS, interceptors=interceptors)
+        options = (
+            *grpc_bodies.SERVER_OPTIONS,
+            ("grpc.server_handshake_timeout_ms", round(1e3 * tls_listener.HANDSHAKE_TIMEOUT_S)),
+            # With those that still shake hands.
+            ("grpc.max_allowed_incoming_connections", max_connections()),
+        )
+        return rpc.async_server(reuse_port=reuse_port, options=options, interceptors=interceptors)
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
@@ -162,9 +174,8 @@ class Gateway:
     async def until(self, stop: asyncio.Event) -> None:
         """Return when ``stop`` is set. Raises the error of a gateway's task that ends earlier."""
         stopped = asyncio.create_task(stop.wait())
-        tasks = {stopped, self._verifiers_task, self._rest_task}
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({stopped, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopped.cancel()
         for task in done:
@@ -201,7 +212,7 @@ class Gateway:
 class _RestServer(uvicorn.Server):
     """uvicorn without signal handlers, and with one tick per second instead of ten."""
 
-    def __init__(self, core: GatewayCore, settings: GatewaySettings, certificates: Certificates | None) -> None:
+    def __init__(self, core: GatewayCore, settings: GatewaySettings) -> None:
         super().__init__(
             uvicorn.Config(
                 create_app(core),
@@ -220,11 +231,12 @@ class _RestServer(uvicorn.Server):
                 timeout_graceful_shutdown=1,
             )
         )
-        if certificates is not None:
-            # uvicorn would keep the context to itself, and it could not be loaded again.
-            self.config.load()
-            self.config.ssl = certificates.rest
         self._stop = asyncio.Event()
+
+    def make_protocol(self) -> asyncio.Protocol:
+        """Return the protocol of a new connection. Call it once the server has started."""
+        make = cast("Callable[..., asyncio.Protocol]", self.config.http_protocol_class)
+        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     def stop(self) -> None:
         self.should_exit = True
@@ -264,9 +276,9 @@ def _keyring(settings: GatewaySettings) -> Keyring:
 
 
 @contextlib.asynccontextmanager
-async def _serving(server: _RestServer, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-    """Run uvicorn on a bound socket; yield when it has started."""
-    task = asyncio.create_task(server.serve(sockets=[listener]))
+async def _serving(server: _RestServer, listeners: list[socket.socket]) -> AsyncIterator[asyncio.Task[None]]:
+    """Run uvicorn on bound sockets; yield when it has started."""
+    task = asyncio.create_task(server.serve(sockets=listeners))
     try:
         while not server.started and not task.done():
             await asyncio.sleep(0)

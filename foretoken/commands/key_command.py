@@ -13,6 +13,7 @@ import click
 @click.option("--tokens-per-minute", type=int, show_default="any", help="Prompt and output tokens in a minute.")
 @click.option("--max-concurrent-requests", type=int, show_default="any", help="Requests at once.")
 @click.option("--model", "models", multiple=True, show_default="all", help="A model that it may use; repeatable.")
+@click.option("--priority", type=int, show_default="0", help="Added to its requests' priority; lower ones start first.")
 @click.option("--metrics", is_flag=True, help="Let it read /metrics, where all tenants' names stand.")
 def key(
     name: str,
@@ -20,6 +21,7 @@ def key(
     tokens_per_minute: int | None,
     max_concurrent_requests: int | None,
     models: tuple[str, ...],
+    priority: int | None,
     metrics: bool,
 ) -> None:
     """Make an API key for --api-key-file.
@@ -38,6 +40,7 @@ def key(
         tokens_per_minute=tokens_per_minute,
         max_concurrent_requests=max_concurrent_requests,
         models=list(models),
+        priority=priority,
         metrics=metrics,
     )
     print(f"the key of {name}: {secret}", file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from foretoken.commands.given import Given
+from foretoken.commands.subjects import SUBJECTS, place_of
 
 if TYPE_CHECKING:
     from foretoken.config import Setting
@@ -55,6 +56,19 @@ class SettingsCommand(click.Command):
                 )
             )
         return super().get_params(ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options under a heading for each subject."""
+        rows: dict[str, list[tuple[int, tuple[str, str]]]] = {subject: [] for subject in SUBJECTS}
+        for option in self.get_params(ctx):
+            record = option.get_help_record(ctx)
+            if record is not None and isinstance(option, click.Option):
+                subject, place = place_of(option.opts[0])
+                rows[subject].append((place, record))
+        for subject, found in rows.items():
+            if found:
+                with formatter.section(subject):
+                    formatter.write_dl([record for _, record in sorted(found, key=lambda row: row[0])])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for name in (arg.partition("=")[0] for arg in args):

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 
-from foretoken.errors import PermissionDeniedError
+from foretoken.errors import InvalidRequestError, PermissionDeniedError
+from foretoken.limits import PRIORITY_RANGE
 from gateway.access.key import ApiKey
 from gateway.access.quota import Quota
 
@@ -53,18 +54,31 @@ class Caller:
             self.quota.check()
 
     @contextlib.contextmanager
-    def running(self, num_prompt_tokens: int) -> Iterator[None]:
-        """Count a request while the block runs. Raises RateLimitError."""
+    def running(self, num_prompt_tokens: int, max_output_tokens: int) -> Iterator[None]:
+        """Count a request while the block runs, and reserve its output. Raises RateLimitError."""
         if self.quota is None:
             yield
             return
-        with self.quota.enter(num_prompt_tokens):
+        with self.quota.enter(num_prompt_tokens, max_output_tokens):
             yield
 
     def spend(self, num_tokens: int) -> None:
         """Count tokens that a request wrote."""
         if self.quota is not None:
             self.quota.spend(num_tokens)
+
+    def priority(self, given: int) -> int:
+        """Return the priority of a request that asks for ``given``.
+
+        Raises InvalidRequestError if the key's requests may not be put before others.
+        """
+        if self.key is None or self.key.priority is None:
+            return given
+        if given < 0:
+            raise InvalidRequestError(
+                "this key's requests may not be put before others: priority must not be below 0", field="priority"
+            )
+        return min(self.key.priority + given, int(PRIORITY_RANGE.high))
 
     def tenant(self, cache_salt: str | None) -> str | None:
         """Return what separates the caller's texts from others' in every cache.

@@ -76,9 +76,7 @@ class Certificates:
     def __init__(self, files: CertificateFiles) -> None:
         """Read the files. Raises ConfigError that names the file at fault."""
         self._files = files
-        self._context = self.rest = files.context()
-        # uvicorn keeps the first context; this callback runs in each handshake, with or without SNI.
-        self.rest.sni_callback = self._choose
+        self.rest = files.context()
         configuration = files.grpc_configuration()
         # Holds what gRPC has not fetched yet. gRPC asks from threads of its own.
         self._unfetched: deque[grpc.ServerCertificateConfiguration] = deque(maxlen=1)
@@ -90,11 +88,8 @@ class Certificates:
 
     def reload(self) -> None:
         """Read the files again. Raises ConfigError, and keeps what is in use, for a bad one."""
-        self._context = self._files.context()
+        self.rest = self._files.context()
         self._unfetched.append(self._files.grpc_configuration())
-
-    def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        connection.context = self._context
 
     def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
         """Return a new configuration; None while it is the same."""

@@ -39,6 +39,7 @@ class KeyEntry(BaseModel):
     tokens_per_minute: Limit | None = None
     max_concurrent_requests: Limit | None = None
     models: list[str] = Field(default_factory=list)
+    priority: int = Field(0, ge=int(limits.PRIORITY_RANGE.low), le=int(limits.PRIORITY_RANGE.high))
     metrics: bool = False
 
     @field_validator("name")

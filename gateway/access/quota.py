@@ -4,6 +4,9 @@ The counts lie in memory that the processes share. Each process writes only its 
 all, so no lock is needed and no process can hold up another. Two processes may admit a request at
 the same moment: a limit can be exceeded by one request for each further process.
 
+A request reserves the most tokens that it may write while it runs, and spends what it wrote at its
+end.
+
 The last minute is estimated from two fixed minutes: what was counted in the present one, and that
 part of the one before which lies less than 60 s back, as if it had been spread evenly.
 """
@@ -25,9 +28,9 @@ from gateway.access.key import ApiKey
 MINUTE_S = 60.0
 # Names for which there is room, of keys with limits; names that were removed keep their place.
 MAX_ROWS = 16_384
-# Cells of one process: the requests that run, then for even and odd minutes the minute's number, its
-# requests and its tokens.
-_RUNNING, _FIRST_MINUTE = 0, 1
+# Cells of one process: the requests that run, the tokens that these may write, then for even and odd
+# minutes the minute's number, its requests and its tokens.
+_RUNNING, _RESERVED, _FIRST_MINUTE = 0, 1, 2
 _MINUTE, _REQUESTS, _TOKENS = 0, 1, 2
 _NUM_CELLS = _FIRST_MINUTE + 2 * 3
 _CELL_BYTES = 8
@@ -92,6 +95,8 @@ class Totals(NamedTuple):
     """What a key uses in all processes."""
 
     running: int
+    # Tokens that these may write.
+    reserved: int
     # In the present minute, and in the one before.
     requests: int
     requests_before: int
@@ -108,10 +113,17 @@ class Row:
 
     def reset(self) -> None:
         """Forget the requests that run in this process."""
-        self._cells[self._own + _RUNNING] = 0
+        self._cells[self._own + _RUNNING] = self._cells[self._own + _RESERVED] = 0
 
-    def add_running(self, count: int) -> None:
-        self._cells[self._own + _RUNNING] += count
+    def start(self, reserved: int) -> None:
+        """Count a request that runs, and the tokens that it may write."""
+        self._cells[self._own + _RUNNING] += 1
+        self._cells[self._own + _RESERVED] += reserved
+
+    def end(self, reserved: int) -> None:
+        """Undo ``start``."""
+        self._cells[self._own + _RUNNING] -= 1
+        self._cells[self._own + _RESERVED] -= reserved
 
     def add(self, minute: int, requests: int, tokens: int) -> None:
         """Count requests and tokens in a minute, the present one."""
@@ -127,17 +139,18 @@ class Row:
         """Return the sums over all processes; ``minute``: the present one."""
         # One copy: reading cell by cell takes longer.
         cells = self._cells.tolist()
-        running = requests = tokens = requests_before = tokens_before = 0
+        running = reserved = requests = tokens = requests_before = tokens_before = 0
         present, before = _FIRST_MINUTE + 3 * (minute % 2), _FIRST_MINUTE + 3 * ((minute - 1) % 2)
         for first in range(0, len(cells), _NUM_CELLS):
             running += cells[first + _RUNNING]
+            reserved += cells[first + _RESERVED]
             if cells[first + present + _MINUTE] == minute:
                 requests += cells[first + present + _REQUESTS]
                 tokens += cells[first + present + _TOKENS]
             if cells[first + before + _MINUTE] == minute - 1:
                 requests_before += cells[first + before + _REQUESTS]
                 tokens_before += cells[first + before + _TOKENS]
-        return Totals(running, requests, requests_before, tokens, tokens_before)
+        return Totals(running, reserved, requests, requests_before, tokens, tokens_before)
 
 
 class Quota:
@@ -147,8 +160,8 @@ class Quota:
         """``now``: a clock of the machine, the same for all processes, in seconds."""
         self._key, self._row, self._now = key, row, now
 
-    def check(self) -> None:
-        """Raise RateLimitError if the key may start no request now."""
+    def check(self, num_tokens: int = 0) -> None:
+        """Raise RateLimitError if the key may not start a request of ``num_tokens`` now."""
         key = self._key
         minute, second = divmod(self._now(), MINUTE_S)
         totals = self._row.totals(int(minute))
@@ -156,17 +169,33 @@ class Quota:
             raise RateLimitError(f"this key may have {key.max_concurrent_requests} requests at once", retry_after_s=1)
         _check_rate(key.requests_per_minute, "requests", totals.requests, totals.requests_before, second)
         _check_rate(key.tokens_per_minute, "tokens", totals.tokens, totals.tokens_before, second)
+        self._check_reserved(totals, second, num_tokens)
+
+    def _check_reserved(self, totals: Totals, second: float, num_tokens: int) -> None:
+        """Raise RateLimitError if a further request might exceed the limit of tokens.
+
+        A key's only request may: the limit may be less than its context has room for.
+        """
+        most, reserved = self._key.tokens_per_minute, totals.reserved
+        if most is None or not reserved:
+            return
+        if _last_minute(totals.tokens, totals.tokens_before, second) + reserved + num_tokens > most:
+            raise RateLimitError(
+                f"this key may use {most} tokens a minute, and its running requests may write {reserved}; "
+                "a lower max_tokens lets more of them run at once",
+                retry_after_s=1,
+            )
 
     @contextlib.contextmanager
-    def enter(self, num_tokens: int) -> Iterator[None]:
-        """Count a request while the block runs, with its prompt's tokens. Raises as ``check``."""
-        self.check()
-        self._row.add(self._minute(), 1, num_tokens)
-        self._row.add_running(1)
+    def enter(self, num_prompt_tokens: int, max_output_tokens: int) -> Iterator[None]:
+        """Count a request and its prompt, and reserve its output while the block runs. Raises as ``check``."""
+        self.check(num_prompt_tokens + max_output_tokens)
+        self._row.add(self._minute(), 1, num_prompt_tokens)
+        self._row.start(max_output_tokens)
         try:
             yield
         finally:
-            self._row.add_running(-1)
+            self._row.end(max_output_tokens)
 
     def spend(self, num_tokens: int) -> None:
         """Count tokens that a request wrote."""
@@ -178,9 +207,14 @@ class Quota:
 
 def _check_rate(most: int | None, word: str, present: int, before: int, second: float) -> None:
     """Raise RateLimitError if the estimate of the last minute has reached ``most``."""
-    if most is not None and present + before * (1 - second / MINUTE_S) > most - 1:
+    if most is not None and _last_minute(present, before, second) > most - 1:
         wait_s = _wait_s(present, before, second, most - 1)
         raise RateLimitError(f"this key may use {most} {word} a minute", retry_after_s=wait_s)
+
+
+def _last_minute(present: int, before: int, second: float) -> float:
+    """Return the estimate of the last minute."""
+    return present + before * (1 - second / MINUTE_S)
 
 
 def _wait_s(present: int, before: int, second: float, least: int) -> float:

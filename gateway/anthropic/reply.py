@@ -75,6 +75,7 @@ class MessagesFormat(ReplyFormat):
             "role": "assistant",
             "model": self._model,
             "content": self._content.blocks,
+            "seed": generation.request.sampling.seed,
         }
 
     def _stop(self, generation: Generation) -> dict[str, Any]:

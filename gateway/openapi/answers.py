@@ -5,9 +5,11 @@ An answer may have more members than these.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+Seed = Annotated[int, Field(description="The seed in force; drawn if the request had none.")]
 
 
 class Answer(BaseModel):
@@ -118,6 +120,7 @@ class Completion(Answer):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    seed: Seed
     metrics: Metrics | None = None
 
 
@@ -128,6 +131,7 @@ class ChatCompletion(Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    seed: Seed
     metrics: Metrics | None = None
 
 
@@ -139,6 +143,7 @@ class Response(Answer):
     model: str
     output: list[dict[str, Any]]
     usage: dict[str, Any] | None
+    seed: Seed
 
 
 class Message(Answer):
@@ -152,6 +157,7 @@ class Message(Answer):
     stop_reason: str | None
     stop_sequence: str | None
     usage: dict[str, Any]
+    seed: Seed
 
 
 class TokenCount(Answer):
@@ -163,6 +169,7 @@ class MetaInfo(Answer):
     finish_reason: dict[str, Any] | None
     prompt_tokens: int
     completion_tokens: int
+    seed: Seed | None = None
     cached_tokens: int | None = None
     spec_accept_length: float | None = Field(None, description="Completion tokens ÷ decode steps.")
 

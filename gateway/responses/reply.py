@@ -101,6 +101,7 @@ class ResponsesFormat(ReplyFormat):
             "incomplete_details": None,
             "output": self._output.items,
             "usage": None,
+            "seed": generation.request.sampling.seed,
             **self._base,
         }
 

@@ -11,7 +11,7 @@ from gateway import http
 from gateway.access import caller as callers
 from gateway.core import GatewayCore
 from gateway.fields import Fields, validate
-from gateway.operator import call_all
+from gateway.operator.all_verifiers import call_all
 from protos import verifier_pb2
 
 # A verifier flushes between two steps.

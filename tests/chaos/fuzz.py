@@ -1,28 +1,34 @@
 """Send random requests to a running server, and report what it must not do: python -m tests.chaos.fuzz.
 
-A request may be refused. It must not end in an internal error, nor in an error that is not
-OpenAI's object. docs/chaos.md has the command and figures.
+A request may be refused. It must not end in an internal error, nor in an error that is not in the
+shape of its API. docs/chaos.md has the command and figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
 import httpx
+import psutil
 
-from tests.support.fuzzed_requests import GENERATE_RPC, FuzzedRequests, RestRequest
+from tests.support.fuzzed_requests import GENERATE_RPC, FuzzedRequests, RestRequest, RpcRequest
 
 CONCURRENCY = 16
 # One in so many requests is an RPC.
 RPC_SHARE = 4
 TIMEOUT_S = 120.0
+# How often memory is shown, in requests.
+SHOWN_EVERY = 10_000
+# Statuses of a server that is busy, or whose model takes too long; 529 is Anthropic's.
+_BUSY = (503, 504, 529)
 _FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
 
 
@@ -53,32 +59,36 @@ async def send_rest(client: httpx.AsyncClient, request: RestRequest, outcomes: O
 def rest_fault(request: RestRequest, answer: httpx.Response) -> str:
     """Return what is wrong with an answer; empty if nothing is."""
     fault = ""
-    if answer.status_code >= 500 and answer.status_code not in (503, 504):
+    if answer.status_code >= 500 and answer.status_code not in _BUSY:
         fault = f"status {answer.status_code}"
-    elif answer.status_code >= 400 and request.method != "HEAD" and not _is_error(answer.content):
+    elif answer.status_code >= 400 and request.method != "HEAD" and not _is_error(request.path, answer.content):
         fault = "not an error object"
     elif answer.status_code == 200 and b'"internal error"' in answer.content:
         fault = "an internal error in the stream"
     return fault and f"{fault}: {request!r}: {answer.content[:300]!r}"
 
 
-def _is_error(content: bytes) -> bool:
+def _is_error(path: str, content: bytes) -> bool:
+    is_anthropic = path.startswith("/v1/messages")
     try:
-        error = json.loads(content)["error"]
-        return isinstance(error["message"], str) and isinstance(error["type"], str) and {"param", "code"} <= set(error)
+        answer = json.loads(content)
+        error = answer["error"]
+        has_shape = answer["type"] == "error" if is_anthropic else {"param", "code"} <= set(error)
+        return has_shape and isinstance(error["message"], str) and isinstance(error["type"], str)
     except (ValueError, LookupError, TypeError):
         return False
 
 
-async def send_rpc(channel: grpc.aio.Channel, message: bytes, outcomes: Outcomes) -> None:
+async def send_rpc(channel: grpc.aio.Channel, request: RpcRequest, outcomes: Outcomes) -> None:
     """Make one call of Generate and count its end."""
     code, details = grpc.StatusCode.OK, ""
+    call = channel.unary_stream(GENERATE_RPC)
     try:
-        async for _ in channel.unary_stream(GENERATE_RPC)(message, timeout=TIMEOUT_S):
+        async for _ in call(request.message, metadata=request.metadata, timeout=TIMEOUT_S):
             pass
     except grpc.aio.AioRpcError as error:
         code, details = error.code(), error.details() or ""
-    outcomes.add(f"gRPC {code.name}", f"{code.name} {details}: {message!r}" if code in _FAULTS else "")
+    outcomes.add(f"gRPC {code.name}", f"{code.name} {details}: {request!r}" if code in _FAULTS else "")
 
 
 async def fuzz(
@@ -87,10 +97,12 @@ async def fuzz(
     *,
     seed: int,
     num_requests: int,
+    keys: Sequence[str] = (),
+    operator_key: str = "",
     on_count: Callable[[int], Any] = lambda _: None,
 ) -> Outcomes:
-    """Send requests from a seed, several at once."""
-    requests, outcomes = FuzzedRequests(seed), Outcomes()
+    """Send requests from a seed, several at once. Most show a key that their path needs, if it is given."""
+    requests, outcomes = FuzzedRequests(seed, keys, operator_key), Outcomes()
     numbers = iter(range(num_requests))
     limits = httpx.Limits(max_connections=CONCURRENCY)
     async with (
@@ -114,20 +126,45 @@ async def fuzz(
     return outcomes
 
 
+def memory_line(pid: int) -> str:
+    """Return the resident megabytes of each child of ``foretoken serve``, by its command's name."""
+    sizes = []
+    for child in psutil.Process(pid).children():
+        words = child.cmdline()
+        name = next((after for word, after in itertools.pairwise(words) if word == "foretoken"), "")
+        if name:
+            sizes.append(f"{name} {child.memory_info().rss / 1e6:.1f}")
+    return ", ".join(sizes) + " MB"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--grpc", default="127.0.0.1:50051")
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--key", action="append", default=[], help="a client's key; repeatable")
+    parser.add_argument("--operator-key", default="")
+    parser.add_argument("--pid", type=int, help="foretoken serve's; shows the memory of its processes")
     given = parser.parse_args()
     began = time.monotonic()
 
     def show(number: int) -> None:
-        if number and number % 10_000 == 0:
-            print(f"{number} requests in {time.monotonic() - began:.0f} s", flush=True)
+        if number % SHOWN_EVERY == 0:
+            memory = memory_line(given.pid) if given.pid else ""
+            print(f"{number} requests in {time.monotonic() - began:.0f} s {memory}", flush=True)
 
-    outcomes = asyncio.run(fuzz(given.url, given.grpc, seed=given.seed, num_requests=given.requests, on_count=show))
+    outcomes = asyncio.run(
+        fuzz(
+            given.url,
+            given.grpc,
+            seed=given.seed,
+            num_requests=given.requests,
+            keys=given.key,
+            operator_key=given.operator_key,
+            on_count=show,
+        )
+    )
     print(f"{given.requests} requests of seed {given.seed} in {time.monotonic() - began:.0f} s")
     for name, count in sorted(outcomes.counts.items()):
         print(f"{count:8d} {name}")

@@ -16,6 +16,7 @@ from foretoken.commands.given import Given
 from foretoken.commands.service_settings import COMMANDS, settings_of_command
 from foretoken.commands.settings_command import SettingsCommand
 from foretoken.commands.settings_table import rows
+from foretoken.commands.subjects import SUBJECTS
 from foretoken.config import Setting, Settings, build, settings_of, to_environment, to_flags
 from foretoken.errors import ConfigError
 from gateway.config import GatewaySettings
@@ -219,6 +220,22 @@ def test_help_has_every_setting_with_its_default_and_variable(command: str) -> N
         about = rest.partition(line)[2].partition("]")[0]
         assert not is_said or shown.replace(" ", "") in about, setting.flag
         assert setting.shown.env is None or f"envvar:{setting.shown.env}" in about
+
+
+def test_every_flag_has_a_heading() -> None:
+    shown = {setting.flag for _, setting in ALL if not setting.shown.hidden and not setting.is_argument}
+    rows = {flag for flags in SUBJECTS.values() for flag in flags}
+    without = {flag for flag in shown - rows if not flag.startswith("--speculative-")}
+    assert not without, "name a heading for each in foretoken/commands/subjects.py"
+    assert rows - shown == {"--config", "--help"}
+
+
+def test_help_has_headings_in_order() -> None:
+    text = CliRunner().invoke(app, ["serve", "--help"]).output
+    headings = re.findall(r"^(\w.*):$", text, re.MULTILINE)
+    assert headings == ["Positional arguments", *SUBJECTS]
+    access = text.partition("\nAccess:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^  (--[a-z-]+)", access, re.MULTILINE) == [*SUBJECTS["Access"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -22,18 +24,22 @@ from gateway.app import create_app
 from gateway.config import GatewaySettings
 from protos import drafter_pb2, gateway_pb2, verifier_pb2
 from tests.gateway.conftest import MODEL, Stack
+from tests.gateway.scripted_verifier import STOP, Player
+from tests.support.fuzzed_requests import BODIES
 
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parents[2]
 TENANT, ELSEWHERE, OPERATOR = "a tenant's secret", "a key for another model", "an operator's key"
+NEIGHBOUR = "another tenant's secret"
 WEB_PAGE = "https://chat.example.com"
 # Not even the length of a name.
-SECRETS_OF_THE_SERVER = (MODEL, "v.sock", "ngram", "acme", "globex", TENANT, ELSEWHERE, OPERATOR)
+SECRETS_OF_THE_SERVER = (MODEL, "v.sock", "ngram", "acme", "globex", "initech", TENANT, ELSEWHERE, OPERATOR)
 
 
 @pytest.fixture
 def settings(settings: GatewaySettings, tmp_path: Path) -> GatewaySettings:
-    (tmp_path / "keys.toml").write_text(entry_text("acme", TENANT) + entry_text("globex", ELSEWHERE, models=["x"]))
+    keys = (("acme", TENANT, []), ("globex", ELSEWHERE, ["x"]), ("initech", NEIGHBOUR, []))
+    (tmp_path / "keys.toml").write_text("".join(entry_text(name, key, models=models) for name, key, models in keys))
     (tmp_path / "operator").write_text(OPERATOR)
     more = {
         "api_key_file": tmp_path / "keys.toml",
@@ -145,6 +151,41 @@ async def test_a_refused_call_learns_nothing(stack: Stack, call: str) -> None:
     # /health_generate needs no body: a tenant may call it.
     ran = [sequence for sequence in stack.verifier.submitted if not sequence.request_id.startswith("health-")]
     assert not ran and (call == "a tenant's key" or not stack.verifier.submitted)
+
+
+async def test_another_tenants_key_reaches_nothing_of_a_request_that_runs(stack: Stack) -> None:
+    """Whatever a tenant calls, another's request goes on, and no answer names it or has its words."""
+    go_on = asyncio.Event()
+
+    async def play(player: Player) -> None:
+        player.tokens(stack.ids("hello"))
+        if player.sequence.cache_salt == "acme":
+            await go_on.wait()
+        player.finish(STOP)
+
+    stack.verifier.script = play
+    own = {"authorization": f"Bearer {TENANT}", "x-request-id": "acmes-request"}
+    body = {"input": "acme's own words", "stream": True}
+    async with stack.http.stream("POST", "/v1/responses", json=body, headers=own) as answer:
+        lines = answer.aiter_lines()
+        created = await anext(line async for line in lines if line.startswith("data: "))
+        answer_id = json.loads(created.removeprefix("data: "))["response"]["id"]
+        for route in ROUTES:
+            for name in ("acmes-request", answer_id):
+                path = re.sub(r"\{.*?\}", name, route.path)
+                more = {"rid": name} if route.path == "/abort_request" else {}
+                sent = await stack.http.request(
+                    route.method, path, headers={"x-api-key": NEIGHBOUR}, json=BODIES.get(route.path, {}) | more
+                )
+                assert sent.status_code < 500, (route, sent.text)
+                shown = (sent.text + str(sent.headers)).replace(name, "")
+                assert not [word for word in ("acme", "own words", answer_id) if word in shown], (route, shown)
+        everything = await stack.http.post("/abort_request", headers={"x-api-key": NEIGHBOUR}, json={"abort_all": True})
+        assert everything.json() == {"num_aborted": 0}
+        go_on.set()
+        assert "event: response.completed" in [line async for line in lines]
+    salts = {sequence.cache_salt for sequence in stack.verifier.submitted}
+    assert {"acme", "initech"} <= salts
 
 
 async def test_a_page_asks_first_without_a_key(stack: Stack) -> None:

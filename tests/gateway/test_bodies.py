@@ -16,9 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from foretoken.errors import QueueFullError
 from foretoken.limits import MAX_BODY_BYTES
-from gateway import grpc_bodies, http
+from gateway import http
 from gateway.bodies import BodyBudget
 from gateway.config import GatewaySettings
+from gateway.grpc import bodies as grpc_bodies
 from protos import gateway_pb2, gateway_pb2_grpc
 from tests.gateway.conftest import Stack
 from tests.gateway.scripted_verifier import Player, steps

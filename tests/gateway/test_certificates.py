@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import re
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,6 +18,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from foretoken import probes
 from foretoken.config import build
 from foretoken.errors import ConfigError
+from gateway import http_protocol
+from gateway.access import tls_listener
+from gateway.access.routes import ROUTES, RPCS, Who
 from gateway.config import GatewaySettings
 from gateway.server import Gateway
 from gateway.tokenizer import Tokenizer
@@ -103,6 +107,59 @@ async def test_rest_and_grpc_speak_tls_alone(
         assert await probe.is_ready()
 
 
+async def test_a_handshake_has_bounded_time(
+    settings: GatewaySettings, tokenizer: Tokenizer, own: Issued, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_listener, "HANDSHAKE_TIMEOUT_S", 0.2)
+    async with running(settings, tokenizer, ssl_certfile=own.chain, ssl_keyfile=own.key):
+        for port in (settings.port, settings.grpc_port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            # Without the limit, the server would wait for a minute or two.
+            assert await end_of(reader) == b""
+            writer.close()
+
+
+async def test_the_oldest_of_many_handshakes_gives_way(
+    settings: GatewaySettings, tokenizer: Tokenizer, authority: Authority, own: Issued, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_listener, "MAX_HANDSHAKES", 3)
+    monkeypatch.setattr(tls_listener, "HANDSHAKE_TIMEOUT_S", 3600.0)
+    async with running(settings, tokenizer, ssl_certfile=own.chain, ssl_keyfile=own.key):
+        silent = [await asyncio.open_connection("127.0.0.1", settings.port) for _ in range(5)]
+        assert [await end_of(reader) for reader, _ in silent[:2]] == [b"", b""]
+        async with client(settings, authority.certificate) as http:
+            assert (await http.post(URL, json=BODY)).status_code == 200
+        # The client took the place of one more; the last two still wait.
+        assert await end_of(silent[2][0]) == b""
+        assert not any(reader.at_eof() for reader, _ in silent[3:])
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_grpc_takes_connections_up_to_a_number(
+    settings: GatewaySettings, tokenizer: Tokenizer, authority: Authority, own: Issued, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "MAX_CONNECTIONS", 2)
+    async with running(settings, tokenizer, ssl_certfile=own.chain, ssl_keyfile=own.key):
+        silent = [await asyncio.open_connection("127.0.0.1", settings.grpc_port) for _ in range(3)]
+        assert await end_of(silent[2][0]) == b""
+        for _, writer in silent:
+            writer.close()
+            await writer.wait_closed()
+        async with channel(settings, authority.certificate) as secure:
+            stub = gateway_pb2_grpc.GatewayServiceStub(secure)
+            request = gateway_pb2.GetModelRequest()
+            assert (await stub.GetModel(request, wait_for_ready=True)).model == MODEL
+
+
+async def end_of(reader: asyncio.StreamReader) -> bytes:
+    """Return what the server sends before it ends the connection."""
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+
+
 async def test_a_renewed_certificate_is_for_new_connections(
     settings: GatewaySettings, tokenizer: Tokenizer, authority: Authority, own: Issued, tmp_path: Path
 ) -> None:
@@ -170,6 +227,30 @@ async def test_clients_need_a_certificate_that_is_valid(
             assert (await http.post(URL, json=BODY)).status_code == 200
             stub = gateway_pb2_grpc.GatewayServiceStub(secure)
             assert (await stub.GetModel(gateway_pb2.GetModelRequest())).model == MODEL
+
+
+async def test_every_route_needs_a_certificate_that_is_valid(
+    settings: GatewaySettings, tokenizer: Tokenizer, authority: Authority, own: Issued
+) -> None:
+    expired = authority.issue("expired", days=-1)
+    files = {"ssl_certfile": own.chain, "ssl_keyfile": own.key, "ssl_ca_certs": authority.certificate}
+    async with running(settings, tokenizer, **files, host="127.0.0.1") as (_, verifier):
+        for route in ROUTES:
+            path = re.sub(r"\{.*?\}", MODEL, route.path)
+            async with client(settings, authority.certificate) as http:
+                answer = await http.request(route.method, path, json={})
+                assert (answer.status_code == 401) is (route.who is not Who.PUBLIC), (route, answer.text)
+                assert MODEL not in answer.text + str(answer.headers)
+            async with client(settings, authority.certificate, expired) as http:
+                with pytest.raises(httpx.TransportError):
+                    await http.request(route.method, path, json={})
+        for rpc in (rpc for rpc in RPCS if rpc.who is not Who.SERVICE):
+            for shown in (None, expired):
+                async with channel(settings, authority.certificate, shown) as secure:
+                    call = secure.stream_stream(rpc.path)()
+                    assert await call.code() is grpc.StatusCode.UNAVAILABLE, rpc
+                    assert MODEL not in (await call.details() or "")
+        assert not verifier.submitted
 
 
 async def test_roots_of_clients_are_renewed(

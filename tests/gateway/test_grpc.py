@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from foretoken import rpc
-from gateway.grpc_api import SERVICE_NAME, GatewayServicer
+from gateway.grpc.api import SERVICE_NAME, GatewayServicer
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.gateway.conftest import LONG_TOKEN, Stack
 from tests.gateway.scripted_verifier import LENGTH, STOP, Player, steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -196,6 +197,52 @@ async def test_a_request_that_runs_is_counted_until_it_ends(stack: Stack, key_fi
     assert codes == [200, 429]
 
 
+async def test_long_outputs_at_once_cannot_exceed_the_tokens_of_a_key(stack: Stack, key_file: Path) -> None:
+    key_file.write_text(entry_text("bob", BOB, tokens_per_minute=100))
+    stack.gateway.reload()
+    go_on = asyncio.Event()
+
+    async def held(player: Player) -> None:
+        player.tokens([65])
+        await go_on.wait()
+        player.finish()
+
+    stack.verifier.script = held
+    body = {**BODY, "n": 2, "max_tokens": 30, "stream": True}
+    async with stack.http.stream("POST", URL, json=body, headers=bearer(BOB)) as answer:
+        lines = answer.aiter_lines()
+        await anext(lines)
+        refused = await stack.http.post(URL, json={**BODY, "max_tokens": 60}, headers=bearer(BOB))
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "its running requests may write 60" in refused.json()["error"]["message"]
+        go_on.set()
+        assert (await stack.http.post(URL, json={**BODY, "max_tokens": 30}, headers=bearer(BOB))).status_code == 200
+        assert "data: [DONE]" in [line async for line in lines]
+    # Both wrote next to nothing, and gave back the rest.
+    assert (await stack.http.post(URL, json={**BODY, "max_tokens": 60}, headers=bearer(BOB))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("secret", "given", "submitted"), [(ALICE, 0, 0), (ALICE, 3, 3), (BOB, 0, -7), (BOB, 2, -5), (OWN, -9, -9)]
+)
+async def test_a_key_adds_its_priority(stack: Stack, key_file: Path, secret: str, given: int, submitted: int) -> None:
+    key_file.write_text(entry_text("alice", ALICE) + entry_text("bob", BOB, priority=-7))
+    stack.gateway.reload()
+    await stack.http.post(URL, json={**BODY, "priority": given}, headers=bearer(secret))
+    assert stack.verifier.submitted[-1].priority == submitted
+
+
+async def test_a_key_cannot_put_its_requests_before_others(stack: Stack) -> None:
+    refused = await stack.http.post(URL, json={**BODY, "priority": -1}, headers=bearer(ALICE))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+    request = gateway_pb2.GenerateRequest(text="a", priority=-1)
+    async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+        call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request, metadata=(("x-api-key", ALICE),))
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await call.read()
+    assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 # The file.
 
 
@@ -258,8 +305,8 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, fault: str) -
 
 def test_a_new_key_is_read_back(tmp_path: Path) -> None:
     path, secret = tmp_path / "keys.toml", new_secret()
-    path.write_text(entry_text("a.b-c_1", secret, tokens_per_minute=7, models=['m"1', "m2"], metrics=True))
-    key = ApiKey("a.b-c_1", digest_of(secret.encode()), None, 7, None, frozenset({'m"1', "m2"}), metrics=True)
+    path.write_text(entry_text("a.b-c_1", secret, tokens_per_minute=7, models=['m"1', "m2"], metrics=True, priority=-7))
+    key = ApiKey("a.b-c_1", digest_of(secret.encode()), None, 7, None, frozenset({'m"1', "m2"}), -7, metrics=True)
     assert read_keys(path) == [key]
     assert secret != new_secret() and secret not in path.read_text()
     caller = Keyring([], path).find(secret.encode())
@@ -343,7 +390,7 @@ def test_requests_may_come_again_after_the_time_that_is_named(clock: Clock, seco
     clock.now += second
     held = quota(Ledger(), clock, requests_per_minute=10)
     for _ in range(10):
-        with held.enter(0):
+        with held.enter(0, 0):
             pass
     wait = wait_of(held)
     assert 0 < wait <= 120
@@ -351,24 +398,50 @@ def test_requests_may_come_again_after_the_time_that_is_named(clock: Clock, seco
     assert wait_of(held) > 0
     clock.now += 0.02
     assert wait_of(held) == 0
-    with held.enter(0):
+    with held.enter(0, 0):
         pass
     # Each further one becomes free a tenth of a minute later.
     assert wait_of(held) == pytest.approx(6, abs=0.1)
     clock.now += 120
     for _ in range(10):
-        with held.enter(0):
+        with held.enter(0, 0):
             pass
 
 
 def test_tokens_count_when_they_are_known(clock: Clock) -> None:
     held = quota(Ledger(), clock, tokens_per_minute=100)
-    with held.enter(60):
+    with held.enter(60, 0):
         assert wait_of(held) == 0
     held.spend(40)
     assert wait_of(held) > 0
     clock.now += 120
     assert wait_of(held) == 0
+
+
+def test_requests_that_run_together_cannot_exceed_the_limit(clock: Clock) -> None:
+    held = quota(Ledger(), clock, tokens_per_minute=100)
+    with held.enter(10, 50):
+        with pytest.raises(RateLimitError, match="its running requests may write 50"), held.enter(1, 40):
+            pass
+        with held.enter(1, 39):
+            # All 100 tokens are promised.
+            assert wait_of(held) == 0
+            with pytest.raises(RateLimitError) as refused, held.enter(1, 0):
+                pass
+            assert refused.value.retry_after_s == 1
+        held.spend(5)
+    # The first gave back what it did not write.
+    with held.enter(1, 80), pytest.raises(RateLimitError), held.enter(1, 3):
+        pass
+
+
+def test_a_request_alone_may_need_more_than_the_limit(clock: Clock) -> None:
+    held = quota(Ledger(), clock, tokens_per_minute=100)
+    with held.enter(10, 4000):
+        with pytest.raises(RateLimitError), held.enter(1, 1):
+            pass
+        held.spend(200)
+    assert wait_of(held) > 60
 
 
 def test_processes_count_together(tmp_path: Path, clock: Clock) -> None:
@@ -378,10 +451,10 @@ def test_processes_count_together(tmp_path: Path, clock: Clock) -> None:
     ledgers[1].rows(["c", "b", "a"])
     ledgers[2].rows(["b", "a"])
     held = [quota(ledger, clock, requests_per_minute=7, max_concurrent_requests=3) for ledger in ledgers]
-    with held[0].enter(0), held[1].enter(0), held[2].enter(0):
+    with held[0].enter(0, 0), held[1].enter(0, 0), held[2].enter(0, 0):
         assert [wait_of(each) for each in held] == [1, 1, 1]
     for each in (held[0], held[1], held[2], held[2]):
-        with each.enter(0):
+        with each.enter(0, 0):
             pass
     assert all(wait_of(each) > 1 for each in held)
     other = Quota(ApiKey("b", b"", 1), ledgers[0].rows(["b"])["b"], clock)
@@ -391,12 +464,17 @@ def test_processes_count_together(tmp_path: Path, clock: Clock) -> None:
 def test_a_process_that_died_leaves_no_running_request(tmp_path: Path, clock: Clock) -> None:
     first = quota(Ledger(tmp_path, 0, 2), clock, max_concurrent_requests=1, requests_per_minute=2)
     dead = quota(Ledger(tmp_path, 1, 2), clock, max_concurrent_requests=1, requests_per_minute=2)
-    request = dead.enter(0)
+    request = dead.enter(0, 50)
     request.__enter__()
     assert wait_of(first) == 1
+    counting = quota(Ledger(tmp_path, 0, 2), clock, tokens_per_minute=40)
+    with pytest.raises(RateLimitError), counting.enter(1, 1):
+        pass
     again = quota(Ledger(tmp_path, 1, 2), clock, max_concurrent_requests=1, requests_per_minute=2)
     assert wait_of(first) == wait_of(again) == 0
-    with again.enter(0):
+    with again.enter(0, 0):
+        pass
+    with counting.enter(1, 1):
         pass
     # What it counted in the minute stays.
     assert wait_of(first) > 1

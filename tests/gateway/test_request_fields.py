@@ -22,6 +22,7 @@ from tests.gateway.scripted_verifier import STOP, Player, steps
 pytestmark = pytest.mark.anyio
 HEADER = "x-foretoken-ignored-fields"
 COMPLETION, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 BODIES: dict[str, dict[str, Any]] = {COMPLETION: {"prompt": "hello"}, CHAT: HELLO, GENERATE: {"text": "hello"}}
 
@@ -328,6 +329,19 @@ async def test_the_drawn_seed_comes_back_and_is_exact_in_javascript(stack: Stack
     given = {"sampling_params": {"sampling_seed": -5}} if url == GENERATE else {"seed": -5}
     body = (await stack.http.post(url, json={**BODIES[url], **given})).json()
     assert (body["meta_info"] if url == GENERATE else body)["seed"] == -5
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "member"),
+    [(RESPONSES, {"input": "hello"}, "response"), (MESSAGES, {**HELLO, "max_tokens": 5}, "message")],
+)
+async def test_responses_and_messages_have_the_seed(stack: Stack, url: str, body: dict[str, Any], member: str) -> None:
+    whole = (await stack.http.post(url, json=body)).json()
+    assert whole["seed"] == stack.verifier.submitted[-1].sampling.seed and 0 <= whole["seed"] < 2**53
+    answer = await stack.http.post(url, json={**body, "stream": True, "seed": 7})
+    lines = (line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: "))
+    seeds = {event[member]["seed"] for event in map(json.loads, lines) if member in event}
+    assert seeds == {7}
 
 
 async def test_the_openai_sdk_sends_and_reads_them(stack: Stack) -> None:

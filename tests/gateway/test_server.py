@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from foretoken.errors import CheckpointError, ConfigError
 from gateway.config import GatewaySettings
-from gateway.grpc_api import SERVICE_NAME
+from gateway.grpc.api import SERVICE_NAME
 from gateway.server import Gateway, run
 from gateway.tokenizer import Tokenizer
 from tests.gateway.conftest import LONG_TOKEN, Stack, events, run_stack

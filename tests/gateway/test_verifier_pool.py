@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.config import GatewaySettings
-from gateway.grpc_api import SERVICE_NAME
+from gateway.grpc.api import SERVICE_NAME
 from gateway.tokenizer import Tokenizer
 from tests.gateway.conftest import events
 from tests.gateway.deployment import TEXT, URL, Deployment, ask, deployment, joined, playing, silent

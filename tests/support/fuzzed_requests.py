@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.access.routes import ROUTES
 from protos import common_pb2, gateway_pb2
 
 GENERATE_RPC = "/foretoken.gateway.v1.GatewayService/Generate"
@@ -41,6 +44,34 @@ BODIES: dict[str, dict[str, Any]] = {
         "response_format": {"type": "text"},
         "prediction": {"type": "content", "content": "Hi"},
     },
+    "/v1/responses": {
+        "input": MESSAGES,
+        "instructions": "Be short.",
+        "max_output_tokens": 16,
+        "temperature": 0,
+        "stream": True,
+        "tools": [{"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}],
+        "tool_choice": "auto",
+        "text": {"format": {"type": "text"}},
+        "reasoning": {"effort": "low"},
+        "include": ["message.output_text.logprobs"],
+        "truncation": "auto",
+        "metadata": {"a": "b"},
+        "store": False,
+    },
+    "/v1/messages": {
+        "system": "Be short.",
+        "messages": MESSAGES[1:],
+        "max_tokens": 3,
+        "temperature": 0,
+        "stop_sequences": ["x"],
+        "stream": True,
+        "tools": [{"name": "add", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "auto"},
+        "thinking": {"type": "disabled"},
+        "metadata": {"user_id": "fuzz"},
+    },
+    "/v1/messages/count_tokens": {"messages": MESSAGES[1:], "system": [{"type": "text", "text": "Be short."}]},
     "/generate": {
         "text": "def add(a, b):",
         "sampling_params": {"max_new_tokens": 3, "temperature": 0, "stop": "x"},
@@ -52,13 +83,19 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "Hello", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"tokens": [1, 2, 3], "skip_special_tokens": False},
     "/abort_request": {"rid": "fuzz", "abort_all": False},
+    "/v1/corpora": {"name": "fuzz", "text": "def add(a, b):", "append": False},
+    # Nothing listens there.
+    "/v1/drafters": {"name": "fuzz", "address": "127.0.0.1:1", "transport": "grpc"},
 }
-PATHS = [*BODIES, "/v1/models", "/v1/models/x", "/health", "/version", "/server_info", "/model_info", "/flush_cache"]
+PATHS = sorted({re.sub(r"\{[^}]+\}", "x", route.path) for route in ROUTES})
+OPERATORS_PATHS = ("/v1/corpora", "/v1/drafters", "/flush_cache")
 METHODS = ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"]
 NAMES = [
     *("max_tokens", "top_k", "min_p", "stop_token_ids", "min_tokens", "ignore_eos", "repetition_penalty", "user"),
     *("structured_outputs", "guided_regex", "guided_json", "guided_choice", "cache_salt", "model", "input_ids"),
     *("suffix", "best_of", "prediction", "chat_template_kwargs", "return_token_sources", "messages", "prompt", "tools"),
+    *("allowed_token_ids", "bad_words", "prompt_logprobs", "truncate_prompt_tokens", "return_token_ids", "priority"),
+    *("ebnf", "logit_bias", "seed", "n", "input", "system", "tool_choice", "response_format", "previous_response_id"),
 ]
 TEXTS = [
     *(
@@ -87,11 +124,20 @@ class RestRequest:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-class FuzzedRequests:
-    """Makes requests; the same seed makes the same ones."""
+@dataclass(frozen=True, slots=True)
+class RpcRequest:
+    message: bytes
+    metadata: tuple[tuple[str, str], ...] = ()
 
-    def __init__(self, seed: int) -> None:
+
+class FuzzedRequests:
+    """Makes requests; the same seed and keys make the same ones."""
+
+    def __init__(self, seed: int, keys: Sequence[str] = (), operator_key: str = "") -> None:
+        """``keys``: clients'; most requests show the key that their path needs."""
         self._random = random.Random(seed)
+        self._keys = tuple(keys)
+        self._operator_key = operator_key
 
     def rest(self) -> RestRequest:
         """Return a REST request; three in four are a valid one with up to three changes."""
@@ -101,17 +147,17 @@ class FuzzedRequests:
             path = draw.choice(
                 [path, path + "/", path + "?a=%ff&a", "//" + path, path + "/%2e%2e", "/" + self._token()]
             )
-            return RestRequest(draw.choice(METHODS), path, draw.choice([b"", self._nonsense()]), self._headers())
+            return RestRequest(draw.choice(METHODS), path, draw.choice([b"", self._nonsense()]), self._headers(path))
         body = json.loads(json.dumps(BODIES[path]))
         for _ in range(draw.choice([0, 1, 1, 2, 3])):
             self._change(body)
         content = json.dumps(body).encode()
         if draw.random() < 0.1:
             content = self._broken(content)
-        return RestRequest("POST", path, content, self._headers())
+        return RestRequest("POST", path, content, self._headers(path))
 
-    def rpc(self) -> bytes:
-        """Return the bytes of a Generate call's message, which may be none."""
+    def rpc(self) -> RpcRequest:
+        """Return a call of Generate, whose bytes may be no message."""
         draw = self._random
         sampling = common_pb2.SamplingParams(max_tokens=draw.choice([0, 1, 3, 2**31]))
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"):
@@ -133,7 +179,7 @@ class FuzzedRequests:
         if draw.random() < 0.1:
             message.model = draw.choice(["", "other"])
         data = message.SerializeToString()
-        return self._broken(data) if draw.random() < 0.15 else data
+        return RpcRequest(self._broken(data) if draw.random() < 0.15 else data, tuple(self._key().items()))
 
     def _change(self, body: dict[str, Any]) -> None:
         draw = self._random
@@ -188,7 +234,7 @@ class FuzzedRequests:
                 return data[:place] + draw.randbytes(3) + data[place:]
         return data[:place] + data[place + 1 :]
 
-    def _headers(self) -> dict[str, str]:
+    def _headers(self, path: str) -> dict[str, str]:
         draw = self._random
         headers = {"content-type": "application/json"}
         if draw.random() < 0.05:
@@ -196,4 +242,16 @@ class FuzzedRequests:
         if draw.random() < 0.1:
             name = draw.choice(["x-request-id", "traceparent", "authorization", "origin", "accept", "x-api-key"])
             headers[name] = draw.choice(["", "x" * 200, "00-0-0-0", "Bearer x", "http://localhost", "*/*"])
-        return headers
+        return self._key(path) | headers
+
+    def _key(self, path: str = "") -> dict[str, str]:
+        """Return the header of a key, now and then one that may not make the call, or none."""
+        draw = self._random
+        is_operators = path.startswith(OPERATORS_PATHS)
+        keys = [self._operator_key] if is_operators and self._operator_key else [*self._keys]
+        if draw.random() < 0.05:
+            keys = ["", "wrong", self._operator_key, *self._keys]
+        key = draw.choice(keys) if keys else ""
+        if not key:
+            return {}
+        return draw.choice([{"authorization": f"Bearer {key}"}, {"x-api-key": key}])

@@ -15,7 +15,7 @@ from gateway import http
 from gateway.core import GatewayCore
 from gateway.fields import ClosedFields, validate
 from gateway.messages import DrafterInfo
-from gateway.operator import call_all
+from gateway.operator.all_verifiers import call_all
 from gateway.verifier_client import VerifierClient
 from gateway.verifier_wire import drafter_from_proto
 from protos import verifier_pb2

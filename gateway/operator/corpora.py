@@ -16,7 +16,7 @@ from foretoken.errors import InvalidRequestError
 from gateway import http
 from gateway.core import GatewayCore
 from gateway.fields import ClosedFields, is_id_list, validate
-from gateway.operator import call_all
+from gateway.operator.all_verifiers import call_all
 from protos import verifier_pb2
 
 # Sorting millions of tokens takes seconds.

@@ -1,0 +1,54 @@
+"""Say under which heading help texts list a flag."""
+
+from __future__ import annotations
+
+# In the order of help texts. Flags without a row, such as a new algorithm's own, stand under SPECULATION if their
+# name says so, else under OTHER.
+SPECULATION = "Speculation"
+OTHER = "Other options"
+SUBJECTS: dict[str, tuple[str, ...]] = {
+    "Model": (
+        *("--served-model-name", "--revision", "--device", "--dtype", "--numerics", "--context-length"),
+        *("--chat-template", "--generation-config", "--tool-call-parser", "--reasoning-parser"),
+    ),
+    "Network": ("--address", "--host", "--port", "--grpc-port", "--gateway-workers", "--verifier"),
+    "Access": (
+        *("--api-key", "--api-key-file", "--admin-api-key-file", "--insecure"),
+        *("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs", "--allowed-hosts", "--allowed-origins"),
+    ),
+    "Requests": (
+        *("--strict-fields", "--request-timeout", "--client-timeout", "--resume-attempts", "--verifier-wait"),
+        *("--max-queued-requests", "--max-concurrent-requests", "--max-body-bytes-in-flight", "--drain-timeout"),
+    ),
+    SPECULATION: (
+        *(
+            "--name",
+            "--speculative-algorithm",
+            "--algorithm",
+            "--speculative-draft-model-path",
+            "--speculative-token-map",
+        ),
+        *("--target", "--drafter", "--drafter-placement", "--mps", "--draft-timeout-ms", "--disable-coupled-noise"),
+        *("--speculative-num-draft-tokens", "--speculative-num-steps", "--speculative-eagle-topk"),
+        *("--speculative-max-batch-size", "--speculative-controller-log", "--simulate-accept-length"),
+    ),
+    "Batches and memory": (
+        *("--max-running-requests", "--chunked-prefill-size", "--mem-fraction-static", "--max-total-tokens"),
+        *("--block-size", "--disable-radix-cache"),
+    ),
+    "Kernels": ("--threads", "--attention-backend", "--disable-cuda-graph", "--disable-overlap-schedule"),
+    "Links between services": (
+        *("--link-token-file", "--link-certfile", "--link-keyfile", "--link-ca", "--insecure-links"),
+    ),
+    "Logs and metrics": ("--log-level", "--otlp-traces-endpoint", "--vllm-metric-names", "--speculative-metrics"),
+    OTHER: ("--config", "--dry-run", "--help"),
+}
+_PLACES = {flag: (subject, place) for subject, flags in SUBJECTS.items() for place, flag in enumerate(flags)}
+
+
+def place_of(flag: str) -> tuple[str, int]:
+    """Return a flag's heading, and its place below it; flags without a row come last."""
+    if (place := _PLACES.get(flag)) is not None:
+        return place
+    subject = SPECULATION if flag.startswith("--speculative-") else OTHER
+    return subject, len(SUBJECTS[subject])
