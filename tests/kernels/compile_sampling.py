@@ -16,7 +16,7 @@ STATE = SamplerState(
     *("*fp32", "*i32", "*i32", "*i32", "*i8"),
 )
 WORKSPACE = sample.SampleWorkspace("*i32", "*fp32", "*i32", "*fp32", "*i32", "*fp32", "*i32", "i32")
-SIZES = SampleSizes(*["i32"] * 6)
+SIZES = SampleSizes(*["i32"] * 7)
 RESULT = WalkResult(*["*i32"] * 8)
 
 
@@ -34,7 +34,11 @@ def compile_all(logits: str) -> None:
 
     ``logits`` is the type of the logits' pointer, for example "*bf16".
     """
-    batch = SampleBatch(logits, *["*i32"] * 8, "i32")
+    for masks in (None, "*i32"):
+        compile_batch(SampleBatch(logits, *["*i32"] * 8, "i32", masks, masks))
+
+
+def compile_batch(batch: SampleBatch) -> None:
     step = {"batch": batch, "state": STATE, "workspace": WORKSPACE, "sizes": SIZES, "num_seqs": "i32"}
     compile_kernel(sample._cut_kernel, step, {"TOKENS": 2 * sample.CHUNK_TOKENS}, 16)
     compile_kernel(
@@ -42,7 +46,7 @@ def compile_all(logits: str) -> None:
     )
     best = {"batch": batch, "workspace": WORKSPACE, "sizes": SIZES, "sampled_ptr": "*i32"}
     best |= {"num_seqs": "i32", "num_chunks": "i32"}
-    compile_kernel(sample._best_chunk_kernel, best, {"CHUNKS": 64}, 1)
+    compile_kernel(sample._best_chunk_kernel, best, {"CHUNKS": 64, "TOKENS": sample.CHUNK_TOKENS}, 1)
     steps = {"batch": batch, "state": STATE, "result": RESULT, "sizes": SIZES, "sampled_ptr": "*i32", "num_rows": "i32"}
     for update_state in (True, False):
         constants = {"UPDATE_STATE": update_state, "STOPS": 64, "NODES": 128}

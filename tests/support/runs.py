@@ -47,11 +47,18 @@ def _vocabulary() -> Vocabulary:
         return vocabulary(Path(folder))
 
 
-def with_grammar(request: Request) -> Request:
-    """Return a request for which the host works between any two steps."""
-    grammar = regex("[a-f0-9 ]{400}")
-    sampling = replace(request.sampling, grammar=grammar)
-    return replace(request, sampling=sampling, matcher=compile_grammar(grammar, _vocabulary()))
+def with_grammar(request: Request, pattern: str = "[a-f0-9 ]{400}", *, looks_ahead: bool = True) -> Request:
+    """Return a request whose output must match a pattern."""
+    grammar = regex(pattern)
+    matcher = compile_grammar(grammar, _vocabulary())
+    if looks_ahead:
+        matcher.look_ahead()
+    return replace(request, sampling=replace(request.sampling, grammar=grammar), matcher=matcher)
+
+
+def with_prompt_logprobs(request: Request) -> Request:
+    """Return a request for which the host works between any two steps until its prompt is computed."""
+    return replace(request, sampling=replace(request.sampling, prompt_logprobs=0))
 
 
 def plain(requests: Sequence[Request]) -> list[Result]:

@@ -131,8 +131,18 @@ class Matcher:
         self._matcher.rollback(num_tokens)
 
     def anew(self) -> Matcher:
-        """Return a new matcher at the grammar's beginning. This compiles the grammar again."""
-        return Matcher(self._text, self._vocabulary)
+        """Return a new matcher at the grammar's beginning. This compiles the grammar again.
+
+        It looks ahead if this one does.
+        """
+        made = Matcher(self._text, self._vocabulary)
+        if self.ahead is not None:
+            made.look_ahead()
+        return made
+
+    def look_ahead(self) -> None:
+        """Compile the grammar for ``ahead`` too, before the first token."""
+        self.ahead = Matcher(self._text, self._vocabulary)
 
     def _look(self) -> None:
         """Read which tokens may follow, before a row needs them: no token means the text ends."""
