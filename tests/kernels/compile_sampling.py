@@ -22,7 +22,14 @@ RESULT = WalkResult(*["*i32"] * 8)
 
 def compile_kernel(kernel: Any, arguments: dict[str, Any], constants: dict[str, Any], num_warps: int) -> None:
     signature = arguments | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    absent = {
+        (kernel.arg_names.index(name), place): None
+        for name, fields in arguments.items()
+        if isinstance(fields, tuple)
+        for place, kind in enumerate(fields)
+        if kind == "constexpr"
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs={**constants, **absent})
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     # A fused multiply-add would give a penalized logit other bits than the definition has.
@@ -34,7 +41,7 @@ def compile_all(logits: str) -> None:
 
     ``logits`` is the type of the logits' pointer, for example "*bf16".
     """
-    for masks in (None, "*i32"):
+    for masks in ("constexpr", "*i32"):
         compile_batch(SampleBatch(logits, *["*i32"] * 8, "i32", masks, masks))
 
 

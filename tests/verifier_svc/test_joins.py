@@ -11,7 +11,18 @@ import pytest
 
 from foretoken.errors import UnavailableError
 from tests.support.engine_harness import Request
-from tests.support.runs import BLOCK, SEATS, Course, Runs, choose, greedy, oracle_of, plain, prompt, with_prompt_logprobs
+from tests.support.runs import (
+    BLOCK,
+    SEATS,
+    Course,
+    Runs,
+    choose,
+    greedy,
+    oracle_of,
+    plain,
+    prompt,
+    with_prompt_logprobs,
+)
 from verifier_svc import overlap
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.speculation import controllers
@@ -129,7 +140,13 @@ def test_choices_of_a_request(drafts: bool, limit: int) -> None:
 
 def test_a_slot_goes_to_another_in_a_run_that_the_drafter_takes_no_part_in() -> None:
     """What is left to send of the old owner must not follow the new one's prompt."""
-    requests = [greedy(1, 6, 24), greedy(2, 6, 90), greedy(3, 6, 30), greedy(4, 6, 60), with_prompt_logprobs(greedy(5, 150, 4))]
+    requests = [
+        greedy(1, 6, 24),
+        greedy(2, 6, 90),
+        greedy(3, 6, 30),
+        greedy(4, 6, 60),
+        with_prompt_logprobs(greedy(5, 150, 4)),
+    ]
     # The first is drafted for, and ends beside two others: that is above the limit.
     comes = {1: 2, 2: 2, 3: lambda: course.has_ended(0), 4: lambda: course.num_output(3) > 20}
     course = Course(requests, comes, max_running=3, max_batch_size=2)

@@ -202,7 +202,8 @@ def _best_chunk_kernel(
     best_id = tl.min(tl.where(values == best, ids, NO_TOKEN), axis=0)
     is_sampled = (best > float("-inf")) & (best < float("inf"))
     token = tl.where(is_sampled, tl.minimum(best_id, sizes.vocab_size - 1), _NO_SAMPLE)
-    if batch.mask_rows is not None:
+    # The first condition is known when the kernel is compiled.
+    if batch.mask_rows is not None:  # noqa: SIM102
         if (token == _NO_SAMPLE) & (tl.load(batch.mask_rows + row) >= 0):
             token = tl.where(_is_sound(batch, sizes, row, TOKENS), _NOT_ALLOWED, token)
     tl.store(sampled_ptr + row, token)
