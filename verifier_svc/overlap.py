@@ -46,6 +46,7 @@ from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import Shape
 from verifier_svc.drafters.step_deadlines import StepDeadlines
 from verifier_svc.lifecycle import Lifecycle
+from verifier_svc.sampling.allowed_tokens import ENDED
 from verifier_svc.scheduling.batch import Scheduled, build_batch
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat
 from verifier_svc.scheduling.scheduler import Scheduler
@@ -403,9 +404,8 @@ class OverlappedRun:
         with phase("bind"):
             step.bind(
                 {
-                    index: seat.sequence.sampler.tree_masks(tokens, parents)
+                    index: ENDED if seat.is_left else seat.sequence.sampler.tree_masks(tokens, parents)
                     for index, (seat, tokens, parents) in step.trees().items()
-                    if not seat.is_left
                 }
             )
         return is_alive

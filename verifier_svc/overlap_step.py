@@ -354,8 +354,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
     def bind(self, masks: Mapping[int, TreeMasks]) -> None:
         """Launch the second half of the last step: sampling with these masks, and what follows.
 
-        ``masks``: by seat; a seat without some has ended for the host, and what it samples is
-        dropped.
+        ``masks``: by seat, for all seats of ``trees``.
         """
         launched = self._in_flight[-1]
         stage, shape = launched.stage, launched.shape

@@ -179,7 +179,8 @@ def walk_reference(
     Of equal siblings the first is taken. A stop token ends the walk and is not emitted. At most
     ``max_new`` tokens are emitted; the result is LENGTH if the tokens before a stop token fill
     ``max_new``. NO_SAMPLE and NOT_ALLOWED end the walk too; the result is BROKEN or NOT_ALLOWED
-    unless the tokens before it fill ``max_new``. No walk enters a node that is CLOSED.
+    unless the tokens before it fill ``max_new``. No walk enters a node that is CLOSED; with such a
+    root the result is STOP, without tokens.
     """
     starts, slots = batch.row_starts.tolist(), batch.slots.clamp(0, len(state.counts) - 1).tolist()
     for seq, slot in enumerate(slots):
@@ -195,6 +196,8 @@ def walk_reference(
         nodes_below = range(1, num_nodes)
         if batch.mask_rows is not None:
             nodes_below = [i for i in nodes_below if int(batch.mask_rows[start + i]) != CLOSED]
+            if num_nodes and int(batch.mask_rows[start]) == CLOSED:
+                node = None
         while node is not None and len(tokens) < result.tokens.shape[1]:
             token = int(sampled[start + node])
             if token in _UNFINISHED:
@@ -207,7 +210,8 @@ def walk_reference(
             matched += [] if node is None else [node]
             if token in stops:
                 break
-        is_stopped = bool(tokens) and tokens[-1] in stops
+        has_ended = num_nodes > 0 and not tokens and unfinished == FINISH_NONE
+        is_stopped = has_ended or (bool(tokens) and tokens[-1] in stops)
         emitted = tokens[:-1] if is_stopped else tokens
         max_new = int(batch.max_new[seq])
         is_full = bool(tokens) and len(emitted) >= max_new

@@ -17,7 +17,8 @@ FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_BROKEN, FINISH_NOT_ALLOWED = 0, 
 NO_SAMPLE = -2
 # Returned for a row whose logits are sound, but whose mask leaves no token with one above -inf.
 NOT_ALLOWED = -3
-# SampleBatch.mask_rows of a row without a mask, and of a node that no walk may enter.
+# SampleBatch.mask_rows of a row without a mask, and of a node that no walk may enter. A sequence
+# whose root is closed has ended.
 NO_MASK, CLOSED = -1, -2
 
 

@@ -34,6 +34,10 @@ class TreeMasks(NamedTuple):
     rows: Int32
 
 
+# The masks of a sequence that has ended since its step was launched: no walk begins.
+ENDED = TreeMasks(np.zeros((0, 0), np.uint8), np.array([CLOSED], np.int32))
+
+
 class _Next(NamedTuple):
     """What may follow a text. ``bits``: None if nothing may. ``is_complete``: the text is whole."""
 

@@ -61,10 +61,14 @@ def _walk_kernel(
     # A child's index is larger than its parent's, so ``node`` grows and the walk ends; num_nodes
     # means no node.
     node = num_nodes * 0
+    stopped = num_nodes * 0
+    if batch.mask_rows is not None:
+        is_closed = tl.load(batch.mask_rows + start, mask=start < end, other=0) == _CLOSED
+        node = tl.where(is_closed, num_nodes, node)
+        stopped = tl.where(is_closed, 1, stopped)
     walked = num_nodes * 0
     emitted = num_nodes * 0
     matched = num_nodes * 0
-    stopped = num_nodes * 0
     broken = num_nodes * 0
     while (node < num_nodes) & (walked < max_tokens):
         token = tl.load(sampled_ptr + start + node)
