@@ -5,11 +5,15 @@ Sequences join and end while steps are in flight. Each turn of the loop
 1. handles messages, starts waiting sequences, and chooses the shape of the trees;
 2. requests the trees that follow the step in flight;
 3. launches a prefill pass, if there are prompts, and the next step, for whose trees the GPU waits;
-4. waits for the step in flight, reads it, commits its tokens and publishes them.
+4. waits for the step in flight, reads it, commits its tokens and publishes them;
+5. binds late what the next step needs of these tokens: masks of grammars and of token lists.
 
-A run ends, once the steps in flight are read, when something needs the host between two steps (a
-grammar, logprobs, a look-up drafter), a drafter attaches or detaches, blocks run out, or nothing is
-left to do.
+A step with masks is launched in two halves: rows and the target's pass in 3, sampling and all after
+it in 5. The masks are computed while the pass runs. No other step has anything to bind.
+
+A run ends, once the steps in flight are read, when something needs the host between two steps
+(logprobs of a prompt, a look-up drafter), a drafter attaches or detaches, blocks run out, or nothing
+is left to do.
 
 A sequence's blocks go to others as soon as the host has read its end, although steps are in flight,
 because those steps do not write to them:
@@ -42,6 +46,7 @@ from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import Shape
 from verifier_svc.drafters.step_deadlines import StepDeadlines
 from verifier_svc.lifecycle import Lifecycle
+from verifier_svc.sampling.allowed_tokens import ENDED
 from verifier_svc.scheduling.batch import Scheduled, build_batch
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat
 from verifier_svc.scheduling.scheduler import Scheduler
@@ -219,13 +224,15 @@ class OverlappedRun:
                     messages.handle_messages()
                     self._free_seats()
                     is_ending = messages.is_stopping or not self._plan()
+            is_ending |= not self._bind(read_at)
             if not is_ending and self._has_work():
                 is_ending = not self._launch()
             if not step.num_in_flight:
                 break
             if is_ending or step.num_in_flight == MAX_IN_FLIGHT or not self._has_work():
+                is_ending |= not self._bind(read_at)
                 with phase("wait"):
-                    is_ending |= not self._await(read_at)
+                    is_ending |= not self._await_results(read_at)
                 with phase("commit"):
                     read_at = self._read(read_at)
         self._end()
@@ -381,25 +388,52 @@ class OverlappedRun:
             self._step.join(self._step.free_seat(), seat)
         self._joining = waiting
 
-    # 4. Read.
+    # 4. Bind late.
 
-    def _await(self, since: float) -> bool:
-        """Wait until the oldest step is done. Return False if it had to go on without its trees.
+    def _bind(self, since: float) -> bool:
+        """Send the masks of a step that was launched without them, once the step before was read.
+
+        They depend on that step's tokens, and on the drafted trees. Returns False if the step had
+        to go on without its trees. ``since``: when the step before was read.
+        """
+        step, phase = self._step, self._lifecycle.counters.phase
+        if step.is_bound or step.num_in_flight > 1:
+            return True
+        with phase("wait"):
+            is_alive = self._await(step.has_trees, since)
+        with phase("bind"):
+            step.bind(
+                {
+                    index: ENDED if seat.is_left else seat.sequence.sampler.tree_masks(tokens, parents)
+                    for index, (seat, tokens, parents) in step.trees().items()
+                }
+            )
+        return is_alive
+
+    # 5. Wait and read.
+
+    def _await_results(self, since: float) -> bool:
+        """Wait until the oldest step is done. Arguments and result as for ``_await``."""
+        is_alive = self._await(self._step.is_done, since)
+        # The first step of a run waits for no draft.
+        if is_alive and self._num_read:
+            self._deadlines.observe(self._facts[0].kind, time.perf_counter() - since)
+        return is_alive
+
+    def _await(self, is_there: Callable[[], bool], since: float) -> bool:
+        """Wait for something of the oldest step. Return False if it had to go on without its trees.
 
         ``since``: when the step before was read.
         """
         facts = self._facts[0]
         timeout_s = self._deadlines.seconds(facts.kind)
         deadline = since + timeout_s + _TOKEN_S * sum(each.num_prompt_rows for each in self._facts)
-        while not self._step.is_done():
+        while not is_there():
             if self._drafting.drafter is not None and (self._is_lost or not self._is_alive(deadline, facts.kind)):
                 # Repeat it: a drafter that resumes late may overwrite the release.
                 self._step.release()
                 self._is_lost = True
             time.sleep(_POLL_S)
-        # The first step of a run waits for no draft.
-        if not self._is_lost and self._num_read:
-            self._deadlines.observe(facts.kind, time.perf_counter() - since)
         return not self._is_lost
 
     def _is_alive(self, deadline: float, kind: Hashable) -> bool:

@@ -4,13 +4,17 @@ A sequence joins with its whole prompt but the last token computed, takes a *sea
 keeps it to its end. Lengths, last tokens, remaining tokens, trees and results live in device
 memory. A step is one graph, and the GPU never waits for the host. A sequence that has ended takes
 no part in later steps.
+
+A step in which a seat has token masks is launched in two halves: ``launch`` lays out rows and runs
+the target's pass, ``bind`` sends the masks and launches sampling and what follows.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,18 +25,21 @@ from foretoken_kernels.gpu.kv_commit import kv_commit
 from foretoken_kernels.gpu.resident_results import advance_seats, finish_step, gather_hidden
 from foretoken_kernels.gpu.resident_rows import lay_out_rows
 from foretoken_kernels.gpu.resident_seats import join_seats
-from foretoken_kernels.resident_state import DraftedTrees, Joining, Seats, StepResults, StepRows, new_seats
+from foretoken_kernels.resident_state import NO_NODE, DraftedTrees, Joining, Seats, StepResults, StepRows, new_seats
 
 from foretoken.models.batch import ForwardBatch, blank_batch
 from foretoken.models.device_batches import PROMPT_SEQS, prompt_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_llama import ResidentPass
-from foretoken.models.pinned_buffers import PinnedBuffers, SendRing
+from foretoken.models.pinned_buffers import FetchBuffer, PinnedBuffers, SendRing
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from verifier_svc.model.device_runner import DeviceRunner
+from verifier_svc.sampling.allowed_tokens import TreeMasks
 from verifier_svc.sampling.device_logprobs import LogprobNumbers, logprob_numbers
+from verifier_svc.sampling.device_masks import SentMasks
 from verifier_svc.sampling.device_walker import DeviceWalker, WalkStage, walk_results
-from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult
+from verifier_svc.sampling.verify import WalkResult, followed
+from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult, SeatTree
 
 # Most block tables that may be in transfer at once.
 _TABLES_IN_FLIGHT = 4
@@ -77,21 +84,30 @@ class _Stage:
             num_nodes=walk.found.device["num_nodes"],
         )
         self.tables = SendRing(arrays.block_tables, _TABLES_IN_FLIGHT)
+        # The first row of each seat, and the trees that the rows got.
+        self.starts = np.zeros(0, np.int32)
+        self.tokens, self.parents = FetchBuffer(asked["tokens"]), FetchBuffer(asked["parents"])
 
 
-class _Launched(NamedTuple):
+@dataclass(slots=True)
+class _Launched:
     """A step that was not read yet.
 
     Attributes:
-        stage: None for an empty step, whose end is ``reached``.
+        number: the step's.
+        stage, shape: None for an empty step, whose end is ``reached``.
+        is_bound: whether the second half was launched too.
         logprobs: those of all tokens that the seats ``logprob_seats`` may have got, seat by seat.
     """
 
-    stage: _Stage | None
+    number: int
     seats: tuple[Seat | None, ...]
-    reached: Any
-    logprob_seats: list[int]
-    logprobs: LogprobNumbers | None
+    stage: _Stage | None
+    shape: _Shape | None
+    is_bound: bool = False
+    reached: Any = None
+    logprob_seats: list[int] = field(default_factory=list)
+    logprobs: LogprobNumbers | None = None
 
 
 class ResidentStep:  # large: seats, launches and results of one step share all its buffers
@@ -189,6 +205,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         join_seats(self._state, Joining(**self._joining.device))
         self._lay_out(stage, self._shape.max_width)
         self._conclude(stage, self._shape.max_width)
+        self._conclude(stage, self._shape.max_width, self._walker.masks.send(self._shape.rows, []))
         self._is_laid_out = False
 
     @torch.inference_mode()
@@ -283,88 +300,153 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
     def launch(self, *, is_drafted: bool) -> None:
         """Launch the next step. Without seats it is empty: it only gets its number.
 
+        If a seat has masks, only the first half is launched, and the caller has to ``bind`` it.
+
         ``is_drafted``: wait on the GPU for the trees that follow the last step; they may still be
         missing.
         """
-        assert len(self._in_flight) < MAX_IN_FLIGHT
+        assert len(self._in_flight) < MAX_IN_FLIGHT and self.is_bound
         stage = self._prepare()
         if is_drafted:
             self._order.await_draft(self.number)
+        self.number += 1
+        launched = _Launched(self.number, tuple(self._seats), stage, self._shape)
+        self._in_flight.append(launched)
+        if stage is not None and any(seat is not None and seat.is_masked for seat in self._seats):
+            assert self._shape is not None
+            self._lay_out(stage, self._shape.max_width)
+            stage.tokens.fetch()
+            stage.parents.fetch()
+            stage.resident.run()
+            return
         if stage is None:
             finish_step(self._state, self._outcome)
         else:
             self._run(stage)
-        self.number += 1
-        self._order.signal_step(self.number)
-        wanted = [
-            index
-            for index, seat in enumerate(self._seats)
-            if seat is not None and seat.sequence.sampling.logprobs is not None
-        ]
-        logprobs = self._launch_logprobs(stage, wanted) if stage is not None and wanted else None
-        if stage is not None:
-            stage.walk.found.record()
-        reached = torch.cuda.Event() if stage is None and self._is_cuda else None  # type: ignore[no-untyped-call]
-        if reached is not None:
-            reached.record()
-        self._in_flight.append(_Launched(stage, tuple(self._seats), reached, wanted, logprobs))
+        self._complete(launched)
+
+    @property
+    def is_bound(self) -> bool:
+        """Return whether the last step was launched as a whole."""
+        return not self._in_flight or self._in_flight[-1].is_bound
+
+    def has_trees(self) -> bool:
+        """Return whether ``trees`` of the step that is not bound have arrived."""
+        stage = self._in_flight[-1].stage
+        assert stage is not None
+        return stage.parents.is_ready()
+
+    def trees(self) -> dict[int, SeatTree]:
+        """Return the trees of the seats with masks, by seat, without those that have ended."""
+        launched = self._in_flight[-1]
+        stage = launched.stage
+        assert stage is not None
+        tokens, parents, starts = stage.tokens.values(), stage.parents.values(), stage.starts
+        found = {}
+        for index, seat in enumerate(launched.seats):
+            if seat is None or not seat.is_masked:
+                continue
+            rows = slice(starts[index], starts[index + 1])
+            count = int((tokens[rows] != NO_NODE).sum())
+            if count:
+                found[index] = SeatTree(seat, tokens[rows][:count], parents[rows][:count])
+        return found
+
+    @torch.inference_mode()
+    def bind(self, masks: Mapping[int, TreeMasks]) -> None:
+        """Launch the second half of the last step: sampling with these masks, and what follows.
+
+        ``masks``: by seat, for all seats of ``trees``.
+        """
+        launched = self._in_flight[-1]
+        stage, shape = launched.stage, launched.shape
+        assert stage is not None and shape is not None
+        sent = self._walker.masks.send(shape.rows, [(int(stage.starts[index]), each) for index, each in masks.items()])
+        self._graphs.run((shape, sent.key), partial(self._conclude, stage, shape.max_width, sent))
+        self._complete(launched)
+
+    def _complete(self, launched: _Launched) -> None:
+        """Signal a step's end and fetch its results, after all its kernels were launched."""
+        launched.is_bound = True
+        self._order.signal_step(launched.number)
+        stage = launched.stage
+        if stage is None:
+            if self._is_cuda:
+                launched.reached = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                launched.reached.record()
+            return
+        for index, seat in enumerate(launched.seats):
+            if seat is not None and seat.sequence.sampling.logprobs is not None:
+                launched.logprob_seats.append(index)
+        if launched.logprob_seats:
+            launched.logprobs = self._launch_logprobs(stage, launched)
+        stage.walk.found.record()
 
     def release(self) -> None:
         """Let steps in flight go on without the trees that they wait for."""
         self._order.release_draft(self.number)
 
     def is_done(self) -> bool:
-        """Return whether the oldest step in flight is done."""
-        stage, _, reached, *_ = self._in_flight[0]
-        if stage is not None:
-            return stage.walk.found.is_ready()
-        return reached is None or bool(reached.query())
+        """Return whether the oldest step in flight, which is bound, is done."""
+        oldest = self._in_flight[0]
+        if oldest.stage is not None:
+            return oldest.stage.walk.found.is_ready()
+        return oldest.reached is None or bool(oldest.reached.query())
 
     def receive(self) -> list[SeatResult]:
-        """Return the results of the oldest step in flight, which must be done."""
-        stage, seats, _, logprob_seats, logprobs = self._in_flight.popleft()
-        if stage is None:
+        """Return the results of the oldest step in flight, which must be done.
+
+        Samplers of sequences with masks advance by their results.
+        """
+        launched = self._in_flight.popleft()
+        if launched.stage is None:
             return []
-        found = stage.walk.found.take()
-        taken = [(index, seat) for index, seat in enumerate(seats) if seat is not None]
+        found = launched.stage.walk.found.take()
+        taken = [(index, seat) for index, seat in enumerate(launched.seats) if seat is not None]
         walks = walk_results(found, [(index, seat.number) for index, seat in taken])
-        if logprobs is not None:
+        if launched.logprobs is not None:
             places = {index: place for place, (index, _) in enumerate(taken)}
-            for at, index in enumerate(logprob_seats):
-                seat, place = seats[index], places[index]
-                assert seat is not None
-                walk, most = walks[place], seat.sequence.sampling.logprobs
+            for at, index in enumerate(launched.logprob_seats):
+                place = places[index]
+                walk, most = walks[place], taken[place][1].sequence.sampling.logprobs
                 assert most is not None
                 rows = range(at * self.max_tokens, at * self.max_tokens + len(walk.tokens))
-                entries = logprobs.results(walk.tokens, [most] * len(walk.tokens), rows)
+                entries = launched.logprobs.results(walk.tokens, [most] * len(walk.tokens), rows)
                 walks[place] = walk._replace(logprobs=entries)
         num_nodes = found["num_nodes"].tolist()
+        for place, (index, seat) in enumerate(taken):
+            if seat.is_masked and num_nodes[index] and not seat.is_left:
+                walks[place] = self._followed(seat, walks[place])
         return [SeatResult(seat, walk, num_nodes[index]) for (index, seat), walk in zip(taken, walks, strict=True)]
 
-    def _launch_logprobs(self, stage: _Stage, wanted: list[int]) -> LogprobNumbers:
-        """Launch the logprobs of the tokens that these seats got, as many as a step can give.
+    def _followed(self, seat: Seat, walk: WalkResult) -> WalkResult:
+        """Advance a sampler with masks by a walk, and return what to commit."""
+        sampler = seat.sequence.sampler
+        if self._simulated is None:
+            return followed(sampler, walk)
+        # A simulated text need not match: each step has the first one's masks.
+        sampler.num_output_tokens += len(walk.tokens)
+        return walk
+
+    def _launch_logprobs(self, stage: _Stage, launched: _Launched) -> LogprobNumbers:
+        """Launch the logprobs of the tokens that the seats got, as many as a step can give.
 
         The next pass overwrites the logits. Which tokens are real is known with the results.
         """
         device, depth, walk = self._state.slots.device, self.max_tokens, stage.walk.result
-        on_host = torch.tensor(wanted, dtype=torch.int64)
+        on_host = torch.tensor(launched.logprob_seats, dtype=torch.int64)
         seats = (on_host.pin_memory() if self._is_cuda else on_host).to(device, non_blocking=True)
         logits = stage.resident.logits
         rows = stage.rows.row_starts[seats, None] + walk.nodes[seats, :depth]
         tokens = walk.tokens[seats, :depth]
-        most = max(self._most_logprobs(index) for index in wanted)
+        wanted = [launched.seats[index] for index in launched.logprob_seats]
         numbers = logprob_numbers(
             logits,
             rows.long().clamp(0, len(logits) - 1).flatten(),
             tokens.long().clamp(0, logits.shape[1] - 1).flatten(),
-            most,
+            max(seat.sequence.sampling.logprobs or 0 for seat in wanted if seat is not None),
         )
         return numbers.to_host()
-
-    def _most_logprobs(self, index: int) -> int:
-        seat = self._seats[index]
-        assert seat is not None
-        return seat.sequence.sampling.logprobs or 0
 
     def _prepare(self) -> _Stage | None:
         """Bring the device up to date with seats and block tables; return the next step's stage."""
@@ -398,6 +480,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         starts = np.full(shape.seqs + 1, sum(widths), np.int32)
         starts[: last + 1] = np.cumsum([0, *widths[:-1]])
         stage.resident.batch.clear(starts)
+        stage.starts = starts
         self._walker.seat([seat.sequence for index in self._joined if (seat := self._seats[index]) is not None])
         self._fill_walk(stage, starts)
         self._send_joining()
@@ -506,10 +589,10 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             max_depth=self.max_tokens - 1,
         )
 
-    def _conclude(self, stage: _Stage, max_width: int) -> None:
+    def _conclude(self, stage: _Stage, max_width: int, masks: SentMasks | None = None) -> None:
         """Launch the kernels that follow the pass."""
         walk = stage.walk.result
-        self._walker.sample_and_walk(stage.walk, stage.resident.logits)
+        self._walker.sample_and_walk(stage.walk, stage.resident.logits, masks)
         if self._simulated is not None:
             force_walk(stage.rows, walk, self._owed, self._simulated, max_width)
         advance_seats(self._state, stage.rows, walk, self._outcome)

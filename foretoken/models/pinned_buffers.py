@@ -138,6 +138,35 @@ class SendRing:
             event.record()
 
 
+class FetchBuffer:
+    """A copy in pinned memory of one array on the device, which the host reads later.
+
+    Args:
+        source: the array on the device.
+    """
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self._source = source
+        with torch.inference_mode(False):
+            self._host = torch.zeros(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        self._arrived = _event(source.is_cuda)
+
+    def fetch(self) -> None:
+        """Copy the array in stream order, without waiting. Nobody may read the last copy any more."""
+        self._host.copy_(self._source, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def is_ready(self) -> bool:
+        """Return whether the last copy has arrived."""
+        return self._arrived is None or bool(self._arrived.query())
+
+    def values(self) -> NDArray[Any]:
+        """Return the last copy, which must have arrived; valid until the next ``fetch``."""
+        values: NDArray[Any] = self._host.numpy()
+        return values
+
+
 class PinnedRows:
     """A pinned buffer that converts rows to the device's element type and copies them in stream
     order.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from foretoken_kernels.resident_state import NO_NODE, NO_SLOT, DraftedTrees, Joining, Seats, StepResults, StepRows
-from foretoken_kernels.sampler_state import FINISH_BROKEN, FINISH_LENGTH, FINISH_NONE, WalkResult
+from foretoken_kernels.sampler_state import FINISH_BROKEN, FINISH_LENGTH, FINISH_NONE, FINISH_NOT_ALLOWED, WalkResult
 
 
 def join_seats_reference(seats: Seats, joining: Joining) -> None:
@@ -78,7 +78,7 @@ def force_walk_reference(rows: StepRows, walk: WalkResult, owed: torch.Tensor, m
     """
     for seat in range(len(rows.num_nodes)):
         start, count = int(rows.row_starts[seat]), int(rows.num_nodes[seat])
-        if count <= 1 or int(walk.finish[seat]) == FINISH_BROKEN:
+        if count <= 1 or int(walk.finish[seat]) in (FINISH_BROKEN, FINISH_NOT_ALLOWED):
             continue
         paths: list[list[int]] = [[]]
         for node in range(1, count):

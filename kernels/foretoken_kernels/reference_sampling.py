@@ -1,11 +1,12 @@
 """Define the sampler and the walk of a batch of draft trees in plain PyTorch.
 
 Slow, but runs anywhere; the GPU kernels are tested against it. Each row's logits go through these
-operations, in this order: bias, penalties, mask of stop tokens, mask of ids beyond the vocabulary,
-temperature, top-k, top-p, min-p, keyed noise, argmax. Logits are float32 and each operation rounds
-to float32; probabilities are float64. A row returns NO_SAMPLE instead of a token if one of its
-logits within the vocabulary is NaN or +inf, before or after these operations, or if all of them are
--inf after them.
+operations, in this order: bias, penalties, mask of stop tokens, the row's own mask, mask of ids
+beyond the vocabulary, temperature, top-k, top-p, min-p, keyed noise, argmax. Logits are float32 and
+each operation rounds to float32; probabilities are float64. A row returns NO_SAMPLE instead of a
+token if one of its logits within the vocabulary is NaN or +inf, before or after these operations, or
+if all of them are -inf after them. It returns NOT_ALLOWED if it has a mask and the logits are sound
+before these operations: no NaN, no +inf, and one above -inf.
 
 A token's noise is the Gumbel noise of a word of Philox4x32-10 (Salmon et al., SC 2011). The key is
 the seed, the counter is (token id // 4, position, choice index, 0), and token id % 4 picks the
@@ -17,11 +18,14 @@ from __future__ import annotations
 import torch
 
 from foretoken_kernels.sampler_state import (
+    CLOSED,
     FINISH_BROKEN,
     FINISH_LENGTH,
     FINISH_NONE,
+    FINISH_NOT_ALLOWED,
     FINISH_STOP,
     NO_SAMPLE,
+    NOT_ALLOWED,
     SampleBatch,
     SamplerState,
     WalkResult,
@@ -33,6 +37,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _NEVER = float("-inf")
 _INFINITY = float("inf")
+_UNFINISHED = {NO_SAMPLE: FINISH_BROKEN, NOT_ALLOWED: FINISH_NOT_ALLOWED}
 
 
 def token_words(token_ids: torch.Tensor, position: int, choice: int, key_low: int, key_high: int) -> torch.Tensor:
@@ -90,6 +95,10 @@ def row_logits(batch: SampleBatch, state: SamplerState, row: int) -> torch.Tenso
 
     if int(batch.num_outputs[seq]) + len(path) < int(state.min_tokens[slot]):
         values[state.stop_ids[slot, : int(state.num_stops[slot])].long()] = _NEVER
+    if batch.mask_rows is not None and batch.mask_bits is not None and int(batch.mask_rows[row]) >= 0:
+        ids = torch.arange(len(values), device=values.device).clamp(max=batch.vocab_limit - 1)
+        words = batch.mask_bits[int(batch.mask_rows[row])]
+        values[(words[ids // 32] >> (ids % 32)) & 1 == 0] = _NEVER
     values[batch.vocab_limit :] = _NEVER
     temperature = state.temperature[slot]
     return values / temperature if temperature > 0 else values
@@ -132,14 +141,16 @@ def row_cut(values: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tup
 
 
 def sample_row(batch: SampleBatch, state: SamplerState, row: int) -> int:
-    """Return the token sampled at one node, or NO_SAMPLE."""
+    """Return the token sampled at one node, or NO_SAMPLE, or NOT_ALLOWED."""
     seq = int(batch.row_seqs[row])
     slot = int(batch.slots[seq])
     values = row_logits(batch, state, row)
     raw = batch.logits[row, : batch.vocab_limit]
     # Comparisons with NaN are false.
-    if not (raw < _INFINITY).all() or not _NEVER < values.max() < _INFINITY:
-        return NO_SAMPLE
+    is_sound = bool((raw < _INFINITY).all()) and bool((raw > _NEVER).any())
+    if not is_sound or not _NEVER < values.max() < _INFINITY:
+        is_masked = batch.mask_rows is not None and int(batch.mask_rows[row]) >= 0
+        return NOT_ALLOWED if is_masked and is_sound else NO_SAMPLE
     if float(state.temperature[slot]) > 0:
         ids = torch.arange(len(values), device=values.device)
         cut, cut_id = row_cut(values, int(state.top_k[slot]), float(state.top_p[slot]), float(state.min_p[slot]))
@@ -167,8 +178,9 @@ def walk_reference(
 
     Of equal siblings the first is taken. A stop token ends the walk and is not emitted. At most
     ``max_new`` tokens are emitted; the result is LENGTH if the tokens before a stop token fill
-    ``max_new``. NO_SAMPLE ends the walk too; the result is BROKEN unless the tokens before it fill
-    ``max_new``.
+    ``max_new``. NO_SAMPLE and NOT_ALLOWED end the walk too; the result is BROKEN or NOT_ALLOWED
+    unless the tokens before it fill ``max_new``. No walk enters a node that is CLOSED; with such a
+    root the result is STOP, without tokens.
     """
     starts, slots = batch.row_starts.tolist(), batch.slots.clamp(0, len(state.counts) - 1).tolist()
     for seq, slot in enumerate(slots):
@@ -180,27 +192,32 @@ def walk_reference(
         nodes: list[int] = []
         matched: list[int] = []
         node: int | None = 0 if num_nodes > 0 else None
-        is_broken = False
+        unfinished = FINISH_NONE
+        nodes_below = range(1, num_nodes)
+        if batch.mask_rows is not None:
+            nodes_below = [i for i in nodes_below if int(batch.mask_rows[start + i]) != CLOSED]
+            if num_nodes and int(batch.mask_rows[start]) == CLOSED:
+                node = None
         while node is not None and len(tokens) < result.tokens.shape[1]:
             token = int(sampled[start + node])
-            is_broken = token == NO_SAMPLE
-            if is_broken:
+            if token in _UNFINISHED:
+                unfinished = _UNFINISHED[token]
                 break
             tokens.append(token)
             nodes.append(node)
-            children = (i for i in range(1, num_nodes) if parents[i] == node and held[i] == token)
+            children = (i for i in nodes_below if parents[i] == node and held[i] == token)
             node = next(children, None)
             matched += [] if node is None else [node]
             if token in stops:
                 break
-        is_stopped = bool(tokens) and tokens[-1] in stops
+        has_ended = num_nodes > 0 and not tokens and unfinished == FINISH_NONE
+        is_stopped = has_ended or (bool(tokens) and tokens[-1] in stops)
         emitted = tokens[:-1] if is_stopped else tokens
         max_new = int(batch.max_new[seq])
         is_full = bool(tokens) and len(emitted) >= max_new
         emitted = emitted[:max_new]
         result.num_walked[seq], result.num_tokens[seq] = len(tokens), len(emitted)
         result.num_matched[seq], result.num_accepted[seq] = len(matched), min(len(matched), len(emitted))
-        unfinished = FINISH_BROKEN if is_broken else FINISH_NONE
         result.finish[seq] = FINISH_LENGTH if is_full else FINISH_STOP if is_stopped else unfinished
         for out, entries in ((result.tokens, tokens), (result.nodes, nodes), (result.accepted, matched)):
             out[seq, : len(entries)] = torch.tensor(entries, dtype=torch.int32)

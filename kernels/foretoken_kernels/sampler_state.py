@@ -11,10 +11,15 @@ from typing import NamedTuple
 import torch
 
 # WalkResult.finish
-FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_BROKEN = 0, 1, 2, 3
+FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_BROKEN, FINISH_NOT_ALLOWED = 0, 1, 2, 3, 4
 # Returned instead of a token for a row whose logits are broken: one is NaN or +inf, or none may be
 # sampled.
 NO_SAMPLE = -2
+# Returned for a row whose logits are sound, but whose mask leaves no token with one above -inf.
+NOT_ALLOWED = -3
+# SampleBatch.mask_rows of a row without a mask, and of a node that no walk may enter. A sequence
+# whose root is closed has ended.
+NO_MASK, CLOSED = -1, -2
 
 
 class SamplerState(NamedTuple):
@@ -76,6 +81,10 @@ class SampleBatch(NamedTuple):
         num_outputs: int32 [seqs]; output tokens before that one.
         max_new: int32 [seqs]; tokens that may still be emitted, at least 1.
         vocab_limit: ids below this may be sampled.
+        mask_rows: int32 [rows]; the row of ``mask_bits`` that masks this one, NO_MASK or CLOSED.
+            None: no row has a mask.
+        mask_bits: int32 [any, words]; bit ``id % 32`` of word ``id // 32`` is set if the token may
+            be sampled; there is a word for each id below ``vocab_limit``.
     """
 
     logits: torch.Tensor
@@ -88,6 +97,8 @@ class SampleBatch(NamedTuple):
     num_outputs: torch.Tensor
     max_new: torch.Tensor
     vocab_limit: int
+    mask_rows: torch.Tensor | None = None
+    mask_bits: torch.Tensor | None = None
 
 
 class WalkResult(NamedTuple):
@@ -103,8 +114,8 @@ class WalkResult(NamedTuple):
         num_matched: int32 [seqs]; tree nodes that hold the sampled tokens, before trimming.
         num_accepted: int32 [seqs]; how many of them, from the first on, are committed.
         accepted: int32 [seqs, depth]; all ``num_matched`` nodes.
-        finish: int32 [seqs]; FINISH_NONE, FINISH_STOP, FINISH_LENGTH or FINISH_BROKEN. BROKEN: a
-            row on the path gave NO_SAMPLE, which is not among the tokens.
+        finish: int32 [seqs]; a FINISH. BROKEN, NOT_ALLOWED: a row on the path gave NO_SAMPLE or
+            NOT_ALLOWED, which is not among the tokens.
     """
 
     num_walked: torch.Tensor

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,11 +15,13 @@ from foretoken_kernels.sampler_state import (
     FINISH_BROKEN,
     FINISH_LENGTH,
     FINISH_NONE,
+    FINISH_NOT_ALLOWED,
     FINISH_STOP,
     SamplerState,
     WalkResult,
 )
 
+from foretoken.errors import InvalidRequestError
 from foretoken.results import FinishReason
 from foretoken.sampling import SamplingParams
 from foretoken.tree import DraftTree, depths
@@ -29,6 +34,8 @@ from tests.kernels.sampling_batches import (
     random_sequence,
     random_tree,
 )
+from verifier_svc.sampling.allowed_tokens import CLOSED, ENDED, TreeMasks
+from verifier_svc.sampling.device_masks import DeviceMasks
 from verifier_svc.sampling.verify import SamplingState, sample_and_walk
 
 FINISHES = {None: FINISH_NONE, FinishReason.STOP: FINISH_STOP, FinishReason.LENGTH: FINISH_LENGTH}
@@ -43,10 +50,23 @@ def results_equal(left: WalkResult, right: WalkResult, num_seqs: int) -> None:
             assert getattr(left, name)[seq, :size].tolist() == getattr(right, name)[seq, :size].tolist(), name
 
 
-def step(sequences: list[Sequence], slots: list[int], state: SamplerState, device: str) -> WalkResult:
-    """Run one step with the kernels, and the same with the reference on a copy."""
+def step(
+    sequences: list[Sequence],
+    slots: list[int],
+    state: SamplerState,
+    device: str,
+    masks: dict[int, TreeMasks] | None = None,
+) -> WalkResult:
+    """Run one step with the kernels, and the same with the reference on a copy.
+
+    ``masks``: by the sequence's index.
+    """
     vocab = sequences[0].logits.shape[1]
     batch = new_batch(sequences, slots, vocab, device, padding_rows=1)
+    if masks is not None:
+        sender, starts = DeviceMasks(len(batch.tokens), vocab, torch.device(device)), batch.row_starts.tolist()
+        sent = sender.send(len(batch.tokens), [(starts[index], each) for index, each in masks.items()])
+        batch = batch._replace(mask_rows=sent.rows, mask_bits=sent.bits)
     max_tokens = 1 + max(int(depths(s.tree.parents).max()) for s in sequences)
     num_seqs, num_rows = len(batch.slots), len(batch.tokens)
     copy = SamplerState(*(tensor.clone() for tensor in state))
@@ -79,7 +99,8 @@ def assert_committed(result: WalkResult, index: int, sequence: Sequence, state: 
     assert num_walked == expected.num_walked_tokens
     assert result.accepted[index, : int(result.num_accepted[index])].tolist() == expected.accepted_nodes
     assert result.accepted[index, : int(result.num_matched[index])].tolist() == expected.matched_nodes
-    assert int(result.finish[index]) == (FINISH_BROKEN if expected.error is not None else FINISHES[expected.finish])
+    error = FINISH_NOT_ALLOWED if isinstance(expected.error, InvalidRequestError) else FINISH_BROKEN
+    assert int(result.finish[index]) == (error if expected.error is not None else FINISHES[expected.finish])
     if expected.stop_token_id is not None:
         assert int(result.tokens[index, num_walked - 1]) == expected.stop_token_id
 
@@ -234,3 +255,43 @@ def test_garbage_stays_inside_its_tensors(device):
     result = new_walk_result(3, 2, device)
     walk(batch, garbage[30:36], state, result)
     assert ((result.num_walked >= 0) & (result.num_walked <= 2)).all()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])
+def test_masked_rows_commit_what_the_verifier_commits(seed: int, device: str) -> None:
+    """Some sequences have masks, some none; logits are broken, or -inf where tokens are allowed."""
+    rng = np.random.default_rng(400 + seed)
+    vocab = 70
+    sequences = [random_sequence(rng, vocab, int(rng.integers(1, 9)), pull=8.0) for _ in range(5)]
+    masks: dict[int, TreeMasks] = {}
+    mirrors = []
+    for index, sequence in enumerate(sequences):
+        fields: dict[str, Any] = {}
+        if index % 2 == 0:
+            pairs = {(int(a), int(b)) for a, b in rng.integers(8, size=(12, 2))}
+            count = int(rng.choice([1, 5, vocab - 1]))
+            fields["bad_token_ids"] = ((int(rng.integers(6)),), *pairs)
+            fields["allowed_token_ids"] = tuple(rng.choice(vocab, count, replace=False).tolist())
+        rules = {"eos_ids": sequence.eos_ids, "choice_index": sequence.choice, "vocab_limit": vocab}
+        sequence.params = replace(sequence.params, **fields)
+        mirrors.append(SamplingState(sequence.params, sequence.prompt, sequence.output, **rules))
+        if fields:
+            masks[index] = mirrors[-1].tree_masks(sequence.tree.tokens, sequence.tree.parents)
+    slots = [4, 0, 2, 6, 5]
+    result = step(sequences, slots, new_state(sequences, slots, vocab, 7, device), device, masks)
+    for index, (sequence, mirror) in enumerate(zip(sequences, mirrors, strict=True)):
+        assert_committed(result, index, sequence, mirror)
+
+
+def test_no_walk_enters_a_closed_node(device: str) -> None:
+    """A closed root ends its sequence without a token; a closed node ends the walk before it."""
+    logits = np.zeros((3, 40), np.float32)
+    logits[:, 5] = 9.0
+    chain = DraftTree(np.full(3, 5, np.int32), np.array([-1, 0, 1], np.int32))
+    sequences = [Sequence(SamplingParams(temperature=0.0), [5], [], chain, logits) for _ in range(3)]
+    every = np.full((1, 5), 255, np.uint8)
+    masks = {0: ENDED, 1: TreeMasks(every, np.array([0, 0, CLOSED], np.int32))}
+    result = step(sequences, [0, 1, 2], new_state(sequences, [0, 1, 2], 40, 3, device), device, masks)
+    assert result.num_tokens[:3].tolist() == [0, 2, 3]
+    assert result.num_accepted[:3].tolist() == [0, 1, 2]
+    assert result.finish[:3].tolist() == [FINISH_STOP, FINISH_NONE, FINISH_NONE]

@@ -6,22 +6,37 @@ Tests can drive runs through thousands of steps, and everything around a step is
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
+from foretoken.errors import InvalidRequestError
 from foretoken.models.batch import ForwardBatch
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.tree import DraftTree
 from tests.support.hash_target import HashTarget
-from verifier_svc.sampling.verify import WalkResult
+from verifier_svc.sampling.allowed_tokens import CLOSED, TreeMasks
+from verifier_svc.sampling.grammar import Bits
+from verifier_svc.sampling.verify import SamplingState, WalkResult, followed
 from verifier_svc.sampling.walker import Walk, walk_on_host
-from verifier_svc.scheduling.batch import Scheduled, build_batch, commit_slots
+from verifier_svc.scheduling.batch import Scheduled, StepBatch, build_batch, commit_slots
 from verifier_svc.scheduling.draft import Draft
-from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult
+from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult, SeatTree
 from verifier_svc.scheduling.sequence import Sequence as Running
 
 NOTHING = WalkResult([], [], [], None, None, [], 0, [])
+
+
+@dataclass
+class _Half:
+    """A launched step whose tokens are not sampled yet. ``seats``: when it was launched."""
+
+    seats: list[Seat | None]
+    parts: list[Scheduled | None]
+    batch: StepBatch | None
+    logits: torch.Tensor
 
 
 class HostStep:
@@ -52,7 +67,9 @@ class HostStep:
         # Sizes of the prefill passes, and the seats of each step.
         self.prefills: list[int] = []
         self.num_seated: list[int] = []
+        self.num_bound = 0
         self._unread: list[list[SeatResult]] = []
+        self._half: _Half | None = None
         self.seats: list[Seat | None] = []
         # The sequences as the last launched step left them; None for one that has ended.
         self._ahead: list[Running | None] = []
@@ -85,6 +102,18 @@ class HostStep:
         sequence = copy.copy(seat.sequence)
         sequence.tokens = list(sequence.tokens)
         assert sequence.num_uncomputed == 1
+        if seat.is_masked:
+            # As on a device: the host alone knows the masks.
+            params = replace(sequence.sampling, grammar=None, allowed_token_ids=(), bad_token_ids=())
+            split = sequence.num_prompt_tokens
+            sequence.sampler = SamplingState(
+                params,
+                sequence.tokens[:split],
+                sequence.tokens[split:],
+                eos_ids=sequence.sampler.stop_ids,
+                choice_index=sequence.choice_index,
+                vocab_limit=sequence.sampler._vocab_limit,
+            )
         self.seats[index], self._ahead[index], self._joined_at[index] = seat, sequence, self.number
 
     def leave(self, index: int) -> None:
@@ -109,34 +138,44 @@ class HostStep:
         return first
 
     def launch(self, *, is_drafted: bool) -> None:
-        assert len(self._unread) < MAX_IN_FLIGHT
+        assert len(self._unread) < MAX_IN_FLIGHT and self.is_bound
         if is_drafted:
             self._order.await_draft(self.number)
         self._on_launch(self.number + 1)
         parts = [self._part(index, is_drafted) for index in range(len(self.seats))]
         self.num_seated.append(sum(seat is not None for seat in self.seats))
         live = [part for part in parts if part is not None]
-        walks: list[WalkResult] = []
-        hidden = torch.zeros(0)
+        batch, logits = None, torch.zeros(0)
         self.number += 1
         if live:
             batch = build_batch(live, self._block_size, self._scratch)
             logits = self._target.forward(batch.forward, self._features)
-            for index, part in enumerate(live):
+        self._half = _Half(list(self.seats), parts, batch, logits)
+        self._unread.append([])
+        if not any(seat is not None and seat.is_masked for seat in self.seats):
+            self._conclude({})
+
+    @property
+    def is_bound(self) -> bool:
+        return self._half is None
+
+    def has_trees(self) -> bool:
+        return not self._is_stuck(self.number, self._num_releases)
+
+    def trees(self) -> dict[int, SeatTree]:
+        assert self._half is not None
+        found = {}
+        for index, (seat, part) in enumerate(zip(self._half.seats, self._half.parts, strict=True)):
+            if seat is not None and part is not None and seat.is_masked:
                 tree = part.tree or DraftTree.root_only(part.sequence.tokens[-1])
-                sources = part.draft.sources if part.draft is not None else None
-                walks.append(walk_on_host(Walk(part.sequence, tree, batch.logit_starts[index], sources), logits))
-                moved = commit_slots(part.sequence, walks[-1].accepted_nodes, self._block_size)
-                self._target.commit(*moved)
-            if self._features:
-                rows = [
-                    batch.row_starts[index] + node
-                    for index, walk in enumerate(walks)
-                    for node in (0, *walk.accepted_nodes)[: len(walk.tokens)]
-                ]
-                hidden = torch.from_numpy(self._target.feature_rows(rows))
-        self._unread.append(self._conclude(parts, walks, hidden))
-        self._order.signal_step(self.number)
+                found[index] = SeatTree(seat, tree.tokens, tree.parents)
+        return found
+
+    def bind(self, masks: Mapping[int, TreeMasks]) -> None:
+        # What it needs of the step before was read.
+        assert len(self._unread) == 1
+        self.num_bound += 1
+        self._conclude(masks)
 
     def release(self) -> None:
         self._num_releases += 1
@@ -146,7 +185,12 @@ class HostStep:
         return not self._is_stuck(self.number - len(self._unread) + 1, self._num_releases)
 
     def receive(self) -> list[SeatResult]:
-        return self._unread.pop(0)
+        return [
+            result._replace(walk=followed(result.seat.sequence.sampler, result.walk))
+            if result.seat.is_masked and result.num_nodes and not result.seat.is_left
+            else result
+            for result in self._unread.pop(0)
+        ]
 
     def _part(self, index: int, is_drafted: bool) -> Scheduled | None:
         sequence, seat = self._ahead[index], self.seats[index]
@@ -173,13 +217,42 @@ class HostStep:
         tokens[0] = sequence.tokens[-1]
         return DraftTree(tokens, parents.numpy().copy())
 
-    def _conclude(
-        self, parts: list[Scheduled | None], walks: list[WalkResult], hidden: torch.Tensor
-    ) -> list[SeatResult]:
+    def _conclude(self, masks: Mapping[int, TreeMasks]) -> None:
+        """Sample and walk, and leave the results in the memory and for the host."""
+        half, self._half = self._half, None
+        assert half is not None
+        walks: list[WalkResult] = []
+        row_starts: list[int] = []
+        hidden = torch.zeros(0)
+        if half.batch is not None:
+            starts = iter(zip(half.batch.logit_starts, half.batch.row_starts, strict=False))
+            for index, (part, seat) in enumerate(zip(half.parts, half.seats, strict=True)):
+                if part is None or seat is None:
+                    continue
+                first_row, row_start = next(starts)
+                if seat.is_left:
+                    # It was ended between the two halves. What it samples is dropped.
+                    half.parts[index] = None
+                    self._ahead[index] = None
+                    continue
+                row_starts.append(row_start)
+                walks.append(_walk(part, first_row, half.logits, masks.get(index)))
+                moved = commit_slots(part.sequence, walks[-1].accepted_nodes, self._block_size)
+                self._target.commit(*(np.array(slots, np.int32) for slots in moved))
+            if self._features:
+                rows = [
+                    row_start + node
+                    for row_start, walk in zip(row_starts, walks, strict=True)
+                    for node in (0, *walk.accepted_nodes)[: len(walk.tokens)]
+                ]
+                hidden = torch.from_numpy(self._target.feature_rows(rows))
+        self._unread[-1] = self._results(half, walks, hidden)
+        self._order.signal_step(self.number)
+
+    def _results(self, half: _Half, walks: list[WalkResult], hidden: torch.Tensor) -> list[SeatResult]:
         memory, results = self.memory, []
         left, first = iter(walks), 0
-        for index, part in enumerate(parts):
-            seat = self.seats[index]
+        for index, (part, seat) in enumerate(zip(half.parts, half.seats, strict=True)):
             if part is None or seat is None:
                 memory.counts[index] = memory.num_left[index] = 0
                 if seat is not None:
@@ -198,11 +271,45 @@ class HostStep:
                 at = index * memory.layout.tokens
                 memory.hidden[at : at + count] = hidden[first : first + count]
                 first += count
-            if has_ended:
+            # Another may have the seat by now.
+            if has_ended and self.seats[index] is seat:
                 self._ahead[index] = None
             results.append(SeatResult(seat, walk, num_nodes))
         memory.stamp.fill_(self.number)
         return results
+
+
+class _Given:
+    """Stand in for AllowedTokens: the masks of one tree's nodes, along a walk."""
+
+    is_complete, error = False, None
+
+    def __init__(self, tree: DraftTree, masks: TreeMasks) -> None:
+        self._tree, self._masks, self._node = tree, masks, 0
+
+    @property
+    def bits(self) -> Bits:
+        row = self._masks.rows[self._node]
+        assert row >= 0, "a walk samples at a node without a mask"
+        return np.asarray(self._masks.bits[row], np.uint8)
+
+    def advance(self, token_id: int, num_output_tokens: int) -> None:
+        held = (self._tree.parents == self._node) & (self._tree.tokens == token_id)
+        self._node = int(held.argmax()) if held.any() else self._node
+
+    def no_token_error(self) -> InvalidRequestError:
+        return InvalidRequestError("no token is allowed")
+
+
+def _walk(part: Scheduled, first_row: int, logits: torch.Tensor, masks: TreeMasks | None) -> WalkResult:
+    """Walk a part's tree. With masks: as a device does, which does not know where they come from."""
+    sequence = part.sequence
+    tree = part.tree or DraftTree.root_only(sequence.tokens[-1])
+    if masks is not None:
+        tree = DraftTree(np.where(masks.rows == CLOSED, -2, tree.tokens), tree.parents)
+        sequence.sampler._allowed = _Given(tree, masks)  # type: ignore[assignment]
+    sources = part.draft.sources if part.draft is not None else None
+    return walk_on_host(Walk(sequence, tree, first_row, sources), logits)
 
 
 def plain_memory(seats: int) -> ResidentMemory:

@@ -10,11 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from foretoken.resident import ResidentMemory, StreamOrder
 from foretoken.results import FinishReason
-from foretoken.sampling import SamplingParams
+from foretoken.sampling import SamplingParams, has_token_masks
 from tests.support.engine_harness import Harness, Request, Result
 from tests.support.grammars import VOCAB, regex, vocabulary
 from tests.support.hash_target import HIDDEN_SIZE, HashTarget
@@ -26,6 +27,7 @@ from verifier_svc.outbox import Outbox
 from verifier_svc.overlap import RunAhead
 from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 from verifier_svc.scheduling.sequence import Sequence as Running
+from verifier_svc.speculation import overlap_policy
 from verifier_svc.speculation.controller import Controller
 
 BLOCK, NODES, SEATS = 4, 6, 8
@@ -47,11 +49,27 @@ def _vocabulary() -> Vocabulary:
         return vocabulary(Path(folder))
 
 
-def with_grammar(request: Request) -> Request:
-    """Return a request for which the host works between any two steps."""
-    grammar = regex("[a-f0-9 ]{400}")
-    sampling = replace(request.sampling, grammar=grammar)
-    return replace(request, sampling=sampling, matcher=compile_grammar(grammar, _vocabulary()))
+def with_grammar(request: Request, pattern: str = "[a-f0-9 ]{400}", *, looks_ahead: bool = True) -> Request:
+    """Return a request whose output must match a pattern."""
+    grammar = regex(pattern)
+    matcher = compile_grammar(grammar, _vocabulary())
+    if looks_ahead:
+        matcher.look_ahead()
+    return replace(request, sampling=replace(request.sampling, grammar=grammar), matcher=matcher)
+
+
+def keep_masked_steps_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the host work between two steps for a grammar or token masks, as it does for logprobs of a prompt."""
+    monkeypatch.setattr(
+        overlap_policy,
+        "needs_host",
+        lambda sequence: has_token_masks(sequence.sampling) or sequence.wants_prompt_logprobs,
+    )
+
+
+def with_prompt_logprobs(request: Request) -> Request:
+    """Return a request for which the host works between any two steps until its prompt is computed."""
+    return replace(request, sampling=replace(request.sampling, prompt_logprobs=0))
 
 
 def plain(requests: Sequence[Request]) -> list[Result]:

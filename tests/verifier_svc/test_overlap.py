@@ -6,6 +6,8 @@ tests/gpu/test_same_text.py covers steps on the GPU that wait for the host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +18,11 @@ from tests.support import on_device
 from tests.support.deployments import BLOCK, SeenHarness, Target, Targets
 from tests.support.engine_harness import Request, Result
 from tests.support.fitted_models import text
+from tests.support.grammars import END, VOCAB, ids_of, regex
 from tests.support.oracle_drafter import OracleDrafter
 from verifier_svc import overlap as run_ahead
 from verifier_svc.messages import SequenceKey
+from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 
 
 def plain_on_cpu(target: Target, requests: list[Request]) -> list[Result]:
@@ -175,3 +179,57 @@ def test_a_new_request_joins_the_run(targets: Targets, device: str) -> None:
     assert [harness.results[key].token_ids for key in keys] == expected
     assert num_ordinary(harness) == 0 and harness.num_steps == 1
     assert len(harness.results[keys[1]].logprobs) == 4
+
+
+MASKED: dict[str, dict[str, Any]] = {
+    "grammar": {"grammar": regex("[abcd0-9]{2,30}x?"), "min_tokens": 3},
+    "short": {"grammar": regex("(ab|cd|[0-9]){3}")},
+    "allowed": {"allowed_token_ids": tuple(token for token in range(VOCAB) if token not in ids_of("3", "x"))},
+    "bad words": {"bad_token_ids": (tuple(ids_of("5")), tuple(ids_of("a", "b")), tuple(ids_of("99", "ab", "cd")))},
+}
+
+
+def masked_requests(target: Target, *, looks_ahead: bool = True) -> list[Request]:
+    """Return a request of each kind of masks, some with other rules beside them, and one without."""
+    words = Vocabulary(target.folder, vocab_limit=VOCAB, eos_ids=frozenset({END}))
+    found = [Request(text(1, 20), SamplingParams(temperature=0.0, max_tokens=9))]
+    for number, (name, fields) in enumerate(MASKED.items()):
+        rules = PARAMS[number % len(PARAMS)]
+        params = replace(rules, logprobs=2 if number % 2 else None, max_tokens=8 + number, **fields)
+        matcher = compile_grammar(fields["grammar"], words) if "grammar" in fields else None
+        if matcher is not None and looks_ahead:
+            matcher.look_ahead()
+        found.append(Request(text(number, 20 + 3 * number), params, matcher=matcher, cache_salt=name))
+    return found
+
+
+def assert_near(found: list[Result], expected: list[Result]) -> None:
+    """Assert equal texts and ends, and logprobs that differ by rounding alone."""
+    assert facts(found) == facts(expected)
+    for have, want in zip(found, expected, strict=True):
+        pairs = zip(have.logprobs, want.logprobs, strict=True)
+        assert all(each.logprob == pytest.approx(other.logprob, abs=1e-4) for each, other in pairs)
+
+
+@pytest.mark.slow
+def test_masks_in_plain_decode(targets: Targets, device: str) -> None:
+    target = targets["llama"]
+    requests = masked_requests(target)
+    ahead = on_device.harness(target, (), device)
+    assert_near(ahead.run(requests), plain_on_cpu(target, requests))
+    assert num_ordinary(ahead) == 0
+
+
+@pytest.mark.parametrize("looks_ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_masks_of_trees(targets: Targets, device: str, looks_ahead: bool) -> None:
+    """Drafted tokens are accepted as far as the masks of their nodes are known."""
+    target = targets["llama"]
+    requests = masked_requests(target, looks_ahead=looks_ahead)
+    results, harness, _ = drafted(targets, device, requests)
+    for result, want in zip(results, plain_on_cpu(target, requests), strict=True):
+        assert result.finished is not None and want.finished is not None
+        assert result.finished.reason == want.finished.reason
+        assert len(result.logprobs) == len(want.logprobs)
+    assert num_ordinary(harness) == 0
+    accepted = [result.finished.speculation.num_accepted_tokens for result in results if result.finished]
+    assert all(accepted) if looks_ahead else accepted[1:3] == [0, 0] and all(accepted[3:])

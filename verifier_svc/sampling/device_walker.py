@@ -6,8 +6,9 @@ host walks sequences with a grammar or token masks, which may depend on the toke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from foretoken_kernels.gpu.walk import walk
 from foretoken_kernels.sampler_state import (
     FINISH_BROKEN,
     FINISH_LENGTH,
+    FINISH_NOT_ALLOWED,
     FINISH_STOP,
     SampleBatch,
     SamplerState,
@@ -26,6 +28,7 @@ from foretoken_kernels.sampler_state import (
 )
 from foretoken_kernels.sampler_state import WalkResult as DeviceResult
 
+from foretoken.errors import ForetokenError, InvalidRequestError
 from foretoken.limits import MAX_LOGIT_BIAS_ENTRIES
 from foretoken.models.device_batch import bucket, seq_bucket
 from foretoken.models.device_graph import DeviceGraphs
@@ -34,6 +37,7 @@ from foretoken.models.pinned_buffers import PinnedBuffers
 from foretoken.results import FinishReason, TokenLogprobs
 from foretoken.sampling import has_token_masks, is_greedy, noise_key
 from verifier_svc.sampling.device_logprobs import device_logprobs
+from verifier_svc.sampling.device_masks import DeviceMasks, SentMasks
 from verifier_svc.sampling.verify import WalkResult, broken_logits
 from verifier_svc.sampling.walker import SampledSequence, Walk, walk_on_host
 
@@ -56,6 +60,11 @@ _RULES = (
 # Besides these, one row for each batch slot.
 _ROWS = ("stop_ids",)
 _FINISHES = {FINISH_STOP: FinishReason.STOP, FINISH_LENGTH: FinishReason.LENGTH}
+_ERRORS: dict[int, Callable[[], ForetokenError]] = {
+    FINISH_BROKEN: broken_logits,
+    # verify.followed names the request's field.
+    FINISH_NOT_ALLOWED: partial(InvalidRequestError, "the model gives no token that the request allows"),
+}
 # Most stop ids of one request, including the model's.
 _MAX_STOPS = 128
 
@@ -107,6 +116,9 @@ class DeviceWalker:
         max_rows: most rows of logits in one step.
         max_nodes: most nodes of one tree.
         graphs: whether to capture sampling and walk as graphs.
+
+    Attributes:
+        masks: the way of token masks to the device, for callers of ``sample_and_walk``.
     """
 
     def __init__(
@@ -122,6 +134,7 @@ class DeviceWalker:
     ) -> None:
         self._token_limit, self._max_slots, self._max_tokens = token_limit, max_slots, max_nodes
         self._device = device
+        self.masks = DeviceMasks(max_rows, token_limit, device)
         self._workspace: SampleWorkspace = sample_workspace(max_rows, vocab_size, device)
         state = new_sampler_state(max_slots, vocab_size, MAX_LOGIT_BIAS_ENTRIES, _MAX_STOPS, device)
         # One copy sends the rules of all slots. Biases are copied only if a request has some.
@@ -152,6 +165,8 @@ class DeviceWalker:
         for each in walks:
             if has_token_masks(each.sequence.sampling):
                 results[id(each)] = walk_on_host(each, logits)
+                # The device does not count these tokens.
+                self._generations[each.sequence.slot] = -1
         return [results[id(each)] for each in walks]
 
     @torch.inference_mode()
@@ -204,9 +219,11 @@ class DeviceWalker:
         self._graphs.run(key, lambda: self.sample_and_walk(stage, whole))
         return stage
 
-    def sample_and_walk(self, stage: WalkStage, logits: torch.Tensor) -> None:
+    def sample_and_walk(self, stage: WalkStage, logits: torch.Tensor, masks: SentMasks | None = None) -> None:
         """Launch the kernels without waiting for them."""
         batch = SampleBatch(logits=logits, vocab_limit=self._token_limit, **stage.asked.device)
+        if masks is not None:
+            batch = batch._replace(mask_rows=masks.rows, mask_bits=masks.bits)
         sample_rows(batch, self._state, self._workspace, stage.sampled)
         walk(batch, stage.sampled, self._state, stage.result)
 
@@ -300,7 +317,7 @@ def walk_results(
         if finishes[index]:
             finish = _FINISHES.get(finishes[index])
             stop = tokens[walked - 1] if finish is FinishReason.STOP else None
-            error = broken_logits() if finishes[index] == FINISH_BROKEN else None
+            error = _ERRORS[finishes[index]]() if finishes[index] in _ERRORS else None
         results.append(WalkResult(tokens[:count], accepted, from_drafters, finish, stop, [], walked, matched, error))
     return results
 

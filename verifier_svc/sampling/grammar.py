@@ -104,11 +104,14 @@ class Matcher:
             token may follow as text. Stop tokens are not text.
         is_accepting: whether the output so far is a complete text of the grammar.
         error: the limit that stopped the grammar; empty if none did.
+        ahead: a matcher of the same grammar that reads drafts, with a lexer of its own. None: the
+            drafts of this output are not looked at.
     """
 
     def __init__(self, text: str, vocabulary: Vocabulary) -> None:
         """Compile ``text``, a grammar in llguidance's form. This blocks but releases the GIL."""
         self._text = text
+        self.ahead: Matcher | None = None
         self._vocabulary = vocabulary
         limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]
         self._matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
@@ -123,9 +126,23 @@ class Matcher:
         self._look()
         return known
 
+    def go_back(self, num_tokens: int) -> None:
+        """Take back the last tokens. What may follow them is looked at with the next ``advance``."""
+        self._matcher.rollback(num_tokens)
+
     def anew(self) -> Matcher:
-        """Return a new matcher at the grammar's beginning. This compiles the grammar again."""
-        return Matcher(self._text, self._vocabulary)
+        """Return a new matcher at the grammar's beginning. This compiles the grammar again.
+
+        It looks ahead if this one does.
+        """
+        made = Matcher(self._text, self._vocabulary)
+        if self.ahead is not None:
+            made.look_ahead()
+        return made
+
+    def look_ahead(self) -> None:
+        """Compile the grammar for ``ahead`` too, before the first token."""
+        self.ahead = Matcher(self._text, self._vocabulary)
 
     def _look(self) -> None:
         """Read which tokens may follow, before a row needs them: no token means the text ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 from foretoken.sampling import SamplingParams
 from verifier_svc.sampling.grammar import Bits, bits_of
@@ -43,6 +44,13 @@ class TokenMasks:
             self._tail.append(token_id)
             del self._tail[: len(self._tail) - self._longest]
             self.bits = self._look()
+
+    def after(self, token_id: int) -> TokenMasks:
+        """Return the masks after one more token; these stay as they are."""
+        following = copy(self)
+        following._tail = list(self._tail)
+        following.advance(token_id)
+        return following
 
     def _look(self) -> Bits:
         if not self._tail:

@@ -18,10 +18,11 @@ from foretoken.errors import ForetokenError, InvalidRequestError, ModelOutputErr
 from foretoken.results import FinishReason, TokenLogprobs
 from foretoken.sampling import TOKEN_STREAM, SamplingParams, is_greedy, noise_key, stop_token_ids
 from foretoken.tree import DraftTree
-from verifier_svc.sampling.grammar import Bits, Matcher, bits_of
-from verifier_svc.sampling.token_masks import TokenMasks
+from verifier_svc.sampling.allowed_tokens import AllowedTokens, TreeMasks
+from verifier_svc.sampling.grammar import Bits, Matcher
 
 Float32 = NDArray[np.float32]
+Int32 = NDArray[np.int32]
 
 NO_GRAMMAR: Bits = np.empty(0, np.uint8)
 
@@ -93,7 +94,7 @@ class SamplingState:
         self.stop_ids = stop_token_ids(params, eos_ids)
         self.num_output_tokens = len(output_ids)
         self._prompt_ids = prompt_ids
-        self._output_ids = output_ids
+        self._output_ids = list(output_ids)
         self._choice_index = choice_index
         self._vocab_limit = vocab_limit
         self._penalized = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
@@ -101,16 +102,20 @@ class SamplingState:
         # [vocab] once the first row is sampled, if there are penalties.
         self._output_counts = np.empty(0, np.int32)
         self._seen = np.empty(0, np.bool_)
-        self._matcher = matcher
-        # The tokens that may follow (empty: all), whether the grammar is complete, and its error.
-        self._allowed = NO_GRAMMAR
-        self._masks: TokenMasks | None = None
-        self.is_complete = False
-        self.error: ForetokenError | None = None
-        if matcher is not None:
-            self._stop_bits = bits_of(self.stop_ids, 8 * len(matcher.allowed))
-            self._masks = TokenMasks.of(params, output_ids, 8 * len(matcher.allowed))
-            self._look_ahead(matcher)
+        self._allowed: AllowedTokens | None = None
+        self._row_error: ForetokenError | None = None
+        if matcher is not None or vocab_limit is not None:
+            self._allowed = AllowedTokens.of(params, output_ids, self.stop_ids, vocab_limit or 0, matcher)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the output completes the grammar, and nothing may follow."""
+        return self._allowed is not None and self._allowed.is_complete
+
+    @property
+    def error(self) -> ForetokenError | None:
+        """Return why the output cannot go on; None if it can."""
+        return self._row_error or (self._allowed.error if self._allowed is not None else None)
 
     @property
     def has_ended(self) -> bool:
@@ -128,57 +133,56 @@ class SamplingState:
         if self._rules is None:
             self._rules = self._prepare(len(logits))
         rules = self._rules
-        mask_stops = self._masks_stops and len(rules.stop_ids) > 0
-        allowed = self._allowed
+        mask_stops = self.num_output_tokens < self.params.min_tokens and len(rules.stop_ids) > 0
+        allowed = NO_GRAMMAR if self._allowed is None else self._allowed.bits
         if rules.temperature == 0 and not (mask_stops or self._penalized or len(rules.bias_ids) or len(allowed)):
             token = int(greedy_row(logits, rules.vocab_limit))
         else:
             token = int(sample_row(logits, rules, self._output_counts, self._seen, allowed, mask_stops, position))
         if token == NO_SAMPLE:
-            self.error = self._no_sample_error(logits[: rules.vocab_limit])
+            self._row_error = self._no_sample_error(logits[: rules.vocab_limit])
             return None
-        self.num_output_tokens += 1
-        if self._masks is not None:
-            self._masks.advance(token)
-            self._allowed = self._masks.bits
-        if self._matcher is not None and token not in self.stop_ids:
-            self._matcher.advance((token,))
-            self._look_ahead(self._matcher)
-        if self._penalized:
-            self._output_counts[token] += 1
-            self._seen[token] = True
+        self._count(token)
         return token
 
+    def follow(self, token_ids: Sequence[int]) -> int:
+        """Count tokens as output that were sampled elsewhere, on a GPU.
+
+        Returns how many of them plain decode would have written: sampling may end before the last.
+        """
+        for count, token in enumerate(token_ids, 1):
+            self._count(token)
+            if self.has_ended:
+                return count
+        return len(token_ids)
+
+    def tree_masks(self, tokens: Int32, parents: Int32) -> TreeMasks:
+        """Return what may follow each node of a draft tree; see AllowedTokens.of_tree.
+
+        The request must have a grammar or token masks, and ``vocab_limit`` must be known.
+        """
+        assert self._allowed is not None
+        return self._allowed.of_tree(tokens, parents, self.num_output_tokens)
+
+    def _count(self, token: int) -> None:
+        self.num_output_tokens += 1
+        if self._allowed is not None:
+            self._allowed.advance(token, self.num_output_tokens)
+        if self._rules is None:
+            self._output_ids.append(token)
+        elif self._penalized:
+            self._output_counts[token] += 1
+            self._seen[token] = True
+
+    def no_token_error(self) -> ForetokenError:
+        """Return the error for sound logits in which no allowed token has one above -inf."""
+        assert self._allowed is not None
+        return self._allowed.no_token_error()
+
     def _no_sample_error(self, logits: Float32) -> ForetokenError:
-        if not len(self._allowed) or not (logits < np.inf).all() or not (logits > -np.inf).any():
+        if self._allowed is None or not (logits < np.inf).all() or not (logits > -np.inf).any():
             return broken_logits()
-        if self._matcher is not None:
-            return InvalidRequestError("the model gives no token that the grammar allows", field=self._grammar_kind)
-        field = "allowed_token_ids" if self.params.allowed_token_ids else "bad_words"
-        return InvalidRequestError(f"{field} leaves no token that the model can continue with", field=field)
-
-    @property
-    def _masks_stops(self) -> bool:
-        return self.num_output_tokens < self.params.min_tokens
-
-    @property
-    def _grammar_kind(self) -> str:
-        return self.params.grammar.kind if self.params.grammar is not None else ""
-
-    def _look_ahead(self, matcher: Matcher) -> None:
-        """Set the tokens that the grammar allows next: text, a stop token at an end, or none."""
-        text = matcher.allowed & ~self._stop_bits if self._masks_stops else matcher.allowed
-        stops = self._stop_bits
-        if self._masks is not None:
-            text, stops = text & self._masks.bits, stops & self._masks.bits
-        if text.any():
-            self._allowed = text | stops if matcher.is_accepting and not self._masks_stops else text
-        elif matcher.is_accepting:
-            self.is_complete = True
-        else:
-            other = "min_tokens" if self._masks is None else "the other fields"
-            reason = matcher.error or f"no token is allowed by both the grammar and {other}"
-            self.error = InvalidRequestError(f"the grammar cannot go on: {reason}", field=self._grammar_kind)
+        return self.no_token_error()
 
     def _prepare(self, vocab_size: int) -> RowRules:
         """Build the rules and counts, once the width of a row is known."""
@@ -188,10 +192,9 @@ class SamplingState:
             self._output_counts = np.bincount(self._output_ids, minlength=vocab_size).astype(np.int32)
             self._seen = self._output_counts > 0
             self._seen[list(self._prompt_ids)] = True
-        if self._matcher is None:
-            self._masks = TokenMasks.of(params, self._output_ids, vocab_limit)
-            self._allowed = NO_GRAMMAR if self._masks is None else self._masks.bits
-        self._prompt_ids = self._output_ids = ()
+        if self._allowed is None:
+            self._allowed = AllowedTokens.of(params, self._output_ids, self.stop_ids, vocab_limit, None)
+        self._prompt_ids, self._output_ids = (), []
         bias = {token_id: value for token_id, value in params.logit_bias.items() if token_id < vocab_limit}
         key_low, key_high = noise_key(params.seed)
         return RowRules(
@@ -262,6 +265,29 @@ def sample_and_walk(
         matched_nodes=path.matched,
         error=state.error if finish is None else None,
     )
+
+
+def followed(state: SamplingState, walk: WalkResult) -> WalkResult:
+    """Advance ``state`` by a walk on a GPU, whose masks were ``state.tree_masks``; return what to commit.
+
+    The output's own matcher decides: where it ends, by the grammar's end or by one of its limits,
+    the walk ends too.
+    """
+    count = state.follow(walk.tokens)
+    if state.has_ended and count < walk.num_walked_tokens:
+        walk = WalkResult(
+            walk.tokens[:count],
+            walk.accepted_nodes[:count],
+            walk.sources[:count],
+            None,
+            None,
+            walk.logprobs[:count],
+            count,
+            walk.matched_nodes[:count],
+        )
+    finish = FinishReason.STOP if state.is_complete else walk.finish
+    error = state.no_token_error() if isinstance(walk.error, InvalidRequestError) else walk.error
+    return walk._replace(finish=finish, error=(state.error or error) if finish is None else None)
 
 
 def _walk(logits: Float32, tree: DraftTree, state: SamplingState, position: int) -> _Path:

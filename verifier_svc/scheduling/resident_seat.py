@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from foretoken.sampling import has_token_masks
 from verifier_svc.sampling.verify import WalkResult
 from verifier_svc.scheduling.sequence import Sequence
 
@@ -21,14 +25,16 @@ class Seat:
         is_new: whether no result has been read: the first token ends the prefill.
         has_stepped: whether a step of this seat has been read. Its first step has only a root.
         enough_until: tokens of the sequence up to which its blocks suffice for one more step.
+        is_masked: whether a grammar or token masks say which tokens may follow.
     """
 
-    __slots__ = ("enough_until", "has_stepped", "is_new", "number", "sequence", "width")
+    __slots__ = ("enough_until", "has_stepped", "is_masked", "is_new", "number", "sequence", "width")
 
     def __init__(self, sequence: Sequence, width: int, number: int, *, is_new: bool) -> None:
         self.sequence, self.width, self.number, self.is_new = sequence, width, number, is_new
         self.enough_until = 0
         self.has_stepped = False
+        self.is_masked = has_token_masks(sequence.sampling)
 
     @property
     def is_left(self) -> bool:
@@ -45,3 +51,11 @@ class SeatResult(NamedTuple):
     seat: Seat
     walk: WalkResult
     num_nodes: int
+
+
+class SeatTree(NamedTuple):
+    """The tree that a step verifies for one seat. ``tokens``, ``parents``: int32, as in DraftTree."""
+
+    seat: Seat
+    tokens: NDArray[np.int32]
+    parents: NDArray[np.int32]

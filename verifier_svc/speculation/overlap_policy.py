@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from enum import Enum
 
-from foretoken.sampling import has_token_masks
 from verifier_svc.drafters.attachment import Attachment
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import NO_DRAFT
@@ -30,7 +29,7 @@ MOST_WITH_LOOKUP = 4
 class OverlapBlock(Enum):
     """Why the next step cannot overlap with the host's work. The values are the reasons in metrics."""
 
-    HOST_WORK = "host_work"  # a grammar, token masks, or logprobs of a prompt: the host works between two steps
+    HOST_WORK = "host_work"  # logprobs of a prompt: the host works between two steps
     NO_FREE_BLOCKS = "no_free_blocks"
     SEVERAL_DRAFTERS = "several_drafters"
     LOOKUP_DRAFTER = "lookup_drafter"  # it must see the tokens of a step before it drafts the next
@@ -188,4 +187,4 @@ class OverlapPolicy:
 
 def needs_host(sequence: Sequence) -> bool:
     """Return whether the host works on a sequence's logits between two steps."""
-    return has_token_masks(sequence.sampling) or sequence.wants_prompt_logprobs
+    return sequence.wants_prompt_logprobs

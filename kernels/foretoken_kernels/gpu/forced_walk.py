@@ -22,7 +22,7 @@ _BROKEN = tl.constexpr(FINISH_BROKEN)
 def _force_walk(rows, walk, owed, mean, max_walked, NODES: tl.constexpr):
     seat = tl.program_id(0)
     count = tl.minimum(tl.load(rows.num_nodes + seat), NODES)
-    if (count <= 1) | (tl.load(walk.finish + seat) == _BROKEN):
+    if (count <= 1) | (tl.load(walk.finish + seat) >= _BROKEN):
         return
     start = tl.load(rows.row_starts + seat)
     node = tl.arange(0, NODES)

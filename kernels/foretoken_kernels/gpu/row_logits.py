@@ -23,6 +23,7 @@ class SampleSizes(NamedTuple):
     max_bias: int
     max_stops: int
     row_stride: int
+    mask_words: int
 
 
 def sample_sizes(batch: SampleBatch, state: SamplerState) -> SampleSizes:
@@ -34,6 +35,7 @@ def sample_sizes(batch: SampleBatch, state: SamplerState) -> SampleSizes:
         max_bias=state.bias_ids.shape[1],
         max_stops=state.stop_ids.shape[1],
         row_stride=batch.logits.stride(0),
+        mask_words=0 if batch.mask_bits is None else batch.mask_bits.stride(0),
     )
 
 
@@ -132,6 +134,13 @@ def processed_logits(raw, first_id, batch, state, sizes, start, node, slot, mask
         for index in range(num_stops):
             stop = tl.load(state.stop_ids + slot * sizes.max_stops + index)
             values = tl.where(ids == stop, float("-inf"), values)
+
+    if batch.mask_rows is not None:
+        mask_row = tl.load(batch.mask_rows + start + node)
+        if mask_row >= 0:
+            words = batch.mask_bits + mask_row.to(tl.int64) * sizes.mask_words
+            word = tl.load(words + ids // 32, mask=inside, other=0)
+            values = tl.where((word >> (ids % 32)) & 1 != 0, values, float("-inf"))
 
     temperature = tl.load(state.temperature + slot)
     if temperature > 0.0:

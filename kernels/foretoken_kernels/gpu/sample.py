@@ -19,7 +19,7 @@ import triton.language as tl
 from foretoken_kernels.gpu.noise import ESTIMATE_ERROR, gumbel_estimate, gumbel_from_words, token_words
 from foretoken_kernels.gpu.row_cut import NO_TOKEN, row_cut
 from foretoken_kernels.gpu.row_logits import Row, parent_of, processed_logits, raw_logits, sample_sizes, slot_of
-from foretoken_kernels.sampler_state import NO_SAMPLE, SampleBatch, SamplerState
+from foretoken_kernels.sampler_state import NO_SAMPLE, NOT_ALLOWED, SampleBatch, SamplerState
 
 CHUNK_TOKENS = 2048
 _NUM_WARPS = 4
@@ -30,6 +30,7 @@ _PROGRAMS = 2048
 # token at a time.
 _MAX_RIVALS: tl.constexpr = tl.constexpr(8)
 _NO_SAMPLE: tl.constexpr = tl.constexpr(NO_SAMPLE)
+_NOT_ALLOWED: tl.constexpr = tl.constexpr(NOT_ALLOWED)
 
 
 class SampleWorkspace(NamedTuple):
@@ -184,7 +185,9 @@ def _chunk_kernel(batch, state, workspace, sizes, num_seqs, num_chunks, chunks_e
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_chunks"])
-def _best_chunk_kernel(batch, workspace, sizes, sampled_ptr, num_seqs, num_chunks, CHUNKS: tl.constexpr):
+def _best_chunk_kernel(
+    batch, workspace, sizes, sampled_ptr, num_seqs, num_chunks, CHUNKS: tl.constexpr, TOKENS: tl.constexpr
+):
     row = tl.program_id(0)
     seq = tl.load(batch.row_seqs + row)
     if (seq < 0) | (seq >= num_seqs):
@@ -198,7 +201,25 @@ def _best_chunk_kernel(batch, workspace, sizes, sampled_ptr, num_seqs, num_chunk
     best = tl.max(values, axis=0)
     best_id = tl.min(tl.where(values == best, ids, NO_TOKEN), axis=0)
     is_sampled = (best > float("-inf")) & (best < float("inf"))
-    tl.store(sampled_ptr + row, tl.where(is_sampled, tl.minimum(best_id, sizes.vocab_size - 1), _NO_SAMPLE))
+    token = tl.where(is_sampled, tl.minimum(best_id, sizes.vocab_size - 1), _NO_SAMPLE)
+    # The first condition is known when the kernel is compiled.
+    if batch.mask_rows is not None:  # noqa: SIM102
+        if (token == _NO_SAMPLE) & (tl.load(batch.mask_rows + row) >= 0):
+            token = tl.where(_is_sound(batch, sizes, row, TOKENS), _NOT_ALLOWED, token)
+    tl.store(sampled_ptr + row, token)
+
+
+@triton.jit
+def _is_sound(batch, sizes, row, TOKENS: tl.constexpr):
+    """Return whether a row's logits hold no NaN and no +inf, and one above -inf."""
+    is_finite = tl.full([], 1, tl.int32)
+    best = tl.full([], float("-inf"), tl.float32)
+    for first_id in range(0, sizes.vocab_limit, TOKENS):
+        raw = raw_logits(first_id, batch, sizes, row, sizes.vocab_limit, TOKENS).to(tl.float32)
+        # Comparisons with NaN are false.
+        is_finite &= tl.min((raw < float("inf")).to(tl.int32), axis=0)
+        best = tl.maximum(best, tl.max(tl.where(raw < float("inf"), raw, float("-inf")), axis=0))
+    return (is_finite != 0) & (best > float("-inf"))
 
 
 def sample_rows(batch: SampleBatch, state: SamplerState, workspace: SampleWorkspace, sampled: torch.Tensor) -> None:
@@ -206,7 +227,7 @@ def sample_rows(batch: SampleBatch, state: SamplerState, workspace: SampleWorksp
 
     Args:
         sampled: int32 [rows]; written; -1 for rows that belong to no sequence, NO_SAMPLE for rows
-            with broken logits.
+            with broken logits, NOT_ALLOWED for others of which the mask leaves no token.
     """
     num_rows, vocab_size = batch.logits.shape
     if num_rows == 0:
@@ -236,5 +257,14 @@ def sample_rows(batch: SampleBatch, state: SamplerState, workspace: SampleWorksp
     )
     chunks = triton.next_power_of_2(num_chunks)
     _best_chunk_kernel[(num_rows,)](
-        batch, workspace, sizes, sampled, num_seqs, num_groups, CHUNKS=chunks, num_warps=1, enable_fp_fusion=False
+        batch,
+        workspace,
+        sizes,
+        sampled,
+        num_seqs,
+        num_groups,
+        CHUNKS=chunks,
+        TOKENS=chunk_tokens,
+        num_warps=1,
+        enable_fp_fusion=False,
     )

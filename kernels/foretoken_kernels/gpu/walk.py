@@ -9,11 +9,14 @@ import triton.language as tl
 
 from foretoken_kernels.gpu.row_logits import is_penalized, sample_sizes, slot_of
 from foretoken_kernels.sampler_state import (
+    CLOSED,
     FINISH_BROKEN,
     FINISH_LENGTH,
     FINISH_NONE,
+    FINISH_NOT_ALLOWED,
     FINISH_STOP,
     NO_SAMPLE,
+    NOT_ALLOWED,
     SampleBatch,
     SamplerState,
     WalkResult,
@@ -24,7 +27,10 @@ _NONE: tl.constexpr = tl.constexpr(FINISH_NONE)
 _STOP: tl.constexpr = tl.constexpr(FINISH_STOP)
 _LENGTH: tl.constexpr = tl.constexpr(FINISH_LENGTH)
 _BROKEN: tl.constexpr = tl.constexpr(FINISH_BROKEN)
+_FORBIDDEN: tl.constexpr = tl.constexpr(FINISH_NOT_ALLOWED)
 _NO_SAMPLE: tl.constexpr = tl.constexpr(NO_SAMPLE)
+_NOT_ALLOWED: tl.constexpr = tl.constexpr(NOT_ALLOWED)
+_CLOSED: tl.constexpr = tl.constexpr(CLOSED)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -55,15 +61,19 @@ def _walk_kernel(
     # A child's index is larger than its parent's, so ``node`` grows and the walk ends; num_nodes
     # means no node.
     node = num_nodes * 0
+    stopped = num_nodes * 0
+    if batch.mask_rows is not None:
+        is_closed = tl.load(batch.mask_rows + start, mask=start < end, other=0) == _CLOSED
+        node = tl.where(is_closed, num_nodes, node)
+        stopped = tl.where(is_closed, 1, stopped)
     walked = num_nodes * 0
     emitted = num_nodes * 0
     matched = num_nodes * 0
-    stopped = num_nodes * 0
     broken = num_nodes * 0
     while (node < num_nodes) & (walked < max_tokens):
         token = tl.load(sampled_ptr + start + node)
-        if token == _NO_SAMPLE:
-            broken += 1
+        if (token == _NO_SAMPLE) | (token == _NOT_ALLOWED):
+            broken = tl.where(token == _NO_SAMPLE, _BROKEN, _FORBIDDEN)
             node = num_nodes
         else:
             tl.store(result.tokens + out + walked, token)
@@ -76,6 +86,8 @@ def _walk_kernel(
                 parents = tl.minimum(tl.maximum(parents, 0), others - 1)
                 held = tl.load(batch.tokens + start + others, mask=inside, other=-1)
                 fits = inside & (parents == node) & (held == token)
+                if batch.mask_rows is not None:
+                    fits &= tl.load(batch.mask_rows + start + others, mask=inside, other=_CLOSED) != _CLOSED
                 child = tl.minimum(child, tl.min(tl.where(fits, others, num_nodes), axis=0))
             if child < num_nodes:
                 tl.store(result.accepted + out + matched, child)
@@ -92,7 +104,7 @@ def _walk_kernel(
             node = tl.where(stopped == 0, child, num_nodes)
 
     is_full = (emitted >= max_new) & (walked > 0)
-    finish = tl.where(stopped > 0, _STOP, tl.where(broken > 0, _BROKEN, _NONE))
+    finish = tl.where(stopped > 0, _STOP, tl.where(broken > 0, broken, _NONE))
     finish = tl.where(is_full, _LENGTH, finish)
     tl.store(result.num_walked + seq, walked)
     tl.store(result.num_tokens + seq, emitted)

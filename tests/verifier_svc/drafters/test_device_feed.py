@@ -19,7 +19,17 @@ from foretoken.resident import ResidentLayout, ResidentMemory
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.engine_harness import Request, Result, TestSource
 from tests.support.oracle_drafter import OracleDrafter
-from tests.support.runs import BLOCK, NODES, VOCAB, Runs, greedy, oracle_of, plain, with_grammar
+from tests.support.runs import (
+    BLOCK,
+    NODES,
+    VOCAB,
+    Runs,
+    greedy,
+    keep_masked_steps_ordinary,
+    oracle_of,
+    plain,
+    with_grammar,
+)
 from tests.support.scripted_drafter import ScriptedDrafter
 from tests.verifier_svc.drafters.test_device_offer import EPOCH, LAYOUT, LONG_S, attached, client_of, process_at, until
 from verifier_svc import overlap as run_ahead
@@ -35,7 +45,7 @@ from verifier_svc.scheduling.sequence import Sequence as Running
 
 INFO = TargetInfo("hash", VOCAB, 400, 8, NODES, 8, 2, BLOCK, 400, "")
 ORACLE = SpeculationOptions(drafter="oracle")
-# Each of these keeps its batch from overlapping with the host's work.
+# Each of these keeps its batch from overlapping with the host's work, in these tests.
 ODD: dict[str, Callable[[Request], Request]] = {
     "grammar": with_grammar,
     "n-grams": lambda request: replace(request, speculation=SpeculationOptions(drafter="quick")),
@@ -45,6 +55,7 @@ ODD: dict[str, Callable[[Request], Request]] = {
 @pytest.fixture(autouse=True)
 def _no_runs_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", 0)
+    keep_masked_steps_ordinary(monkeypatch)
 
 
 @pytest.fixture

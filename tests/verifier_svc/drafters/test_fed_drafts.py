@@ -18,6 +18,7 @@ from tests.support.engine_harness import Request, Result
 from tests.support.fitted_models import text
 from tests.support.grammars import regex, vocabulary
 from tests.support.oracle_drafter import way_of
+from tests.support.runs import keep_masked_steps_ordinary
 from verifier_svc.drafters import attachment as attachments
 from verifier_svc.sampling.grammar import compile_grammar
 
@@ -69,6 +70,7 @@ def run(target: Target, kind: str, device: str) -> tuple[list[Result], list[str]
 def test_trees_are_those_of_a_drafter_that_the_host_tells(
     targets: Targets, kind: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    keep_masked_steps_ordinary(monkeypatch)
     target = targets["llama"]
     plain = target.harness({}).run([request.plain() for request in requests_for(target)])
     results, ways, trees, harness = run(target, kind, device)

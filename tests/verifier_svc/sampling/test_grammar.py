@@ -361,6 +361,7 @@ class FixedMatcher:
         self.allowed = bits_of(frozenset(allowed), width)
         self.is_accepting = False
         self.error = ""
+        self.ahead = None
 
     def advance(self, token_ids: tuple[int, ...]) -> bool:
         return True
