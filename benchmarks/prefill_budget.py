@@ -65,7 +65,9 @@ class Load:
 def simulate(num_streams: int, limit_s: float, token_s: float, num_requests: int) -> Load:
     """Return what ``num_streams`` streams see in ``num_requests`` requests each."""
     draw = random.Random(1)
-    budget = PrefillBudget(MOST_TOKENS, limit_s=limit_s, pass_s=pass_s)
+    budget = PrefillBudget(
+        MOST_TOKENS, limit_s=limit_s, token_s=pass_s(MOST_TOKENS) / MOST_TOKENS, smallest_s=pass_s(1)
+    )
     load, now = Load(), 0.0
     prefilling: deque[Stream] = deque(Stream(num_requests, 0.0, draw.randint(*PROMPTS)) for _ in range(num_streams))
     decoding: list[Stream] = []

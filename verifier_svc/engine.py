@@ -217,7 +217,7 @@ class Engine:
         num_rows = sum(part.num_rows for part in scheduled if part.was_decoding)
         num_prompt_rows = sum(part.num_rows for part in scheduled) - num_rows
         step_s = self.speculator.costs.step_s(num_rows) if num_rows else 0.0
-        self.scheduler.prefill.observe(num_prompt_rows, seconds, step_s, num_rows)
+        self.scheduler.prefill.observe(num_prompt_rows, seconds, step_s)
 
     def _post_drafts(self) -> None:
         """Request the next step's trees from the drafters."""

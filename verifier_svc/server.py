@@ -179,10 +179,12 @@ def _assemble(
         most_rows=most_rows,
     )
     logger.info("a step costs %s", ", ".join(f"{n} rows {s * 1e3:.2f} ms" for n, s in costs.items()))
+    pass_s, chunk = StepCosts(costs).estimate, settings.chunked_prefill_size
     prefill = PrefillBudget(
-        settings.chunked_prefill_size,
+        chunk,
         limit_s=settings.max_step_ms / 1e3 if settings.max_step_ms else math.inf,
-        pass_s=StepCosts(costs).estimate,
+        token_s=pass_s(chunk) / chunk,
+        smallest_s=pass_s(1),
     )
     sources: list[DraftSource] = [*clients.remote, *clients.attach_inside(in_process_drafters)]
     blocks = BlockManager(budget.num_blocks, settings.block_size, enable_prefix_cache=not settings.disable_radix_cache)

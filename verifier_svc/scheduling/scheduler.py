@@ -111,7 +111,7 @@ class Scheduler:
         num_rows = sum(part.max_nodes for part in scheduled)
         budget = 0
         if prefilling or self.waiting:
-            budget = self.prefill.tokens(step_s(num_rows) if num_rows else 0.0, num_rows)
+            budget = self.prefill.tokens(step_s(num_rows) if num_rows else 0.0)
         for sequence in prefilling:
             if budget <= 0:
                 break
