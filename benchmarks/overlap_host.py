@@ -34,6 +34,7 @@ from verifier_svc.outbox import Outbox
 from verifier_svc.overlap import RunAhead
 from verifier_svc.sampling.device_walker import walk_results
 from verifier_svc.scheduling.block_manager import BlockManager
+from verifier_svc.scheduling.prefill_budget import PrefillBudget
 from verifier_svc.scheduling.resident_seat import Seat, SeatResult
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.server import spare_collections
@@ -205,7 +206,7 @@ def measure(batch: int, nodes: int, num_steps: int, profile: cProfile.Profile | 
     output = nodes * (WARM_STEPS + num_steps + 8)
     length = PROMPT + output + nodes + 1
     blocks = BlockManager(batch * (length // BLOCK + 8), BLOCK)
-    scheduler = Scheduler(blocks, max_running=batch, max_waiting=batch, chunk_tokens=batch * PROMPT)
+    scheduler = Scheduler(blocks, max_running=batch, max_waiting=batch, prefill=PrefillBudget(batch * PROMPT))
     layout = ResidentLayout(batch, nodes, nodes, 1, torch.float32, batch * PROMPT)
     memory = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)
     sources: list[Any] = [SilentDrafter(memory)] if nodes > 1 else []

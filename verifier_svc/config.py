@@ -66,7 +66,17 @@ class VerifierSettings(ServedModelSettings, ComputeSettings, ListenerSettings):
         default=2048, ge=1, le=65536, description="Requests that may wait; one more gets 429."
     )
     chunked_prefill_size: Annotated[int, AUTO] = Field(
-        default=0, ge=0, le=65536, description="Prompt tokens of one step. auto: 512 on a CPU, 2048 on a GPU."
+        default=0,
+        ge=0,
+        le=65536,
+        description="Most prompt tokens of one step; --max-step-ms allows fewer. auto: 512 on a CPU, 2048 on a GPU.",
+    )
+    max_step_ms: int = Field(
+        default=60,
+        ge=0,
+        le=60_000,
+        description="Milliseconds that a step should take with its prompts while others decode; as many prompt tokens "
+        "ride in it as are measured to fit. 0: no limit.",
     )
     disable_radix_cache: bool = Field(default=False, description="Use no prefix cache: compute every prompt in full.")
     speculative_num_draft_tokens: int = Field(

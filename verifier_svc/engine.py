@@ -162,7 +162,7 @@ class Engine:
         if self._run_overlapped():
             return
         with times.phase("schedule"):
-            scheduled = self.scheduler.schedule(self._num_nodes, time.monotonic())
+            scheduled = self.scheduler.schedule(self._num_nodes, self.speculator.costs.step_s, time.monotonic())
         if scheduled:
             self._run_target(scheduled, times)
         computed_s = times.elapsed_s()
@@ -181,6 +181,8 @@ class Engine:
             return
         if all(part.was_decoding for part in scheduled):
             self.speculator.costs.observe_overhead(times.elapsed_s() - computed_s, has_model=waits_for_model)
+        else:
+            self._observe_prompts(scheduled, times.elapsed_s())
         self.counters.add_step(times)
 
     def handle_messages(self) -> None:
@@ -209,6 +211,13 @@ class Engine:
         self.counters.num_steps += 1
         if all(part.was_decoding for part in scheduled):
             self.speculator.costs.observe_step(sum(part.num_rows for part in scheduled), times.elapsed_s())
+
+    def _observe_prompts(self, scheduled: list[Scheduled], seconds: float) -> None:
+        """Learn what prompts take from a step with some."""
+        num_rows = sum(part.num_rows for part in scheduled if part.was_decoding)
+        num_prompt_rows = sum(part.num_rows for part in scheduled) - num_rows
+        step_s = self.speculator.costs.step_s(num_rows) if num_rows else 0.0
+        self.scheduler.prefill.observe(num_prompt_rows, seconds, step_s)
 
     def _post_drafts(self) -> None:
         """Request the next step's trees from the drafters."""

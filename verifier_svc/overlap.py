@@ -343,7 +343,10 @@ class OverlappedRun:
     def _prefill(self) -> int:
         """Launch a pass over the next prompt tokens, all but each prompt's last. Return its rows."""
         drafting, capture = self._drafting, self._speculator.hidden_states
-        room = self._scheduler.chunk_tokens
+        if not self._joining:
+            return 0
+        num_seats = sum(seat is not None for seat in self._step.seats)
+        room = self._scheduler.prefill.tokens(self._step_s(drafting.shape, num_seats))
         parts: list[Scheduled] = []
         for sequence in self._joining:
             part = Scheduled(sequence, min(sequence.num_uncomputed - 1, room), 1)
@@ -374,6 +377,14 @@ class OverlappedRun:
                 sent.append((first_row, part.num_rows))
         self._prompt_start = self._step.keep_hidden(sent)
         return batch.forward.num_rows
+
+    def _step_s(self, shape: Shape, num_seats: int) -> float:
+        """Return the seconds that a step should take without prompts; 0 without seats."""
+        if not num_seats:
+            return 0.0
+        if self._drafting.controller is None:
+            return self._speculator.costs.plain_step_s(num_seats)
+        return self._drafting.controller.controller.step_s(shape, num_seats)
 
     def _join(self) -> None:
         """Seat the sequences of which all but the last token is computed, and all is sent."""
@@ -475,6 +486,9 @@ class OverlappedRun:
             now - read_at,
             is_plain=is_timed and drafting.drafter is None and not facts.num_prompt_rows,
         )
+        if facts.num_prompt_rows and self._num_read > _UNTIMED_STEPS:
+            step_s = self._step_s(facts.shape, facts.num_seats)
+            self._scheduler.prefill.observe(facts.num_prompt_rows, now - read_at, step_s)
         if is_timed and drafting.controller is not None:
             drafting.controller.controller.observe_step(
                 facts.shape, facts.num_seats, now - read_at, num_prompt_tokens=facts.num_prompt_rows

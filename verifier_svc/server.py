@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import os
 import sys
 import threading
@@ -48,6 +49,7 @@ from verifier_svc.sampling.grammar import Vocabulary
 from verifier_svc.sampling.grammar_compiler import GrammarCompiler
 from verifier_svc.sampling.simulated_acceptance import AcceptanceSimulator, SimulatedWalker
 from verifier_svc.scheduling.block_manager import BlockManager
+from verifier_svc.scheduling.prefill_budget import PrefillBudget
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.service import VerifierService
 from verifier_svc.speculation.candidate_shapes import usual_trees
@@ -177,13 +179,20 @@ def _assemble(
         most_rows=most_rows,
     )
     logger.info("a step costs %s", ", ".join(f"{n} rows {s * 1e3:.2f} ms" for n, s in costs.items()))
+    pass_s, chunk = StepCosts(costs).estimate, settings.chunked_prefill_size
+    prefill = PrefillBudget(
+        chunk,
+        limit_s=settings.max_step_ms / 1e3 if settings.max_step_ms else math.inf,
+        token_s=pass_s(chunk) / chunk,
+        smallest_s=pass_s(1),
+    )
     sources: list[DraftSource] = [*clients.remote, *clients.attach_inside(in_process_drafters)]
     blocks = BlockManager(budget.num_blocks, settings.block_size, enable_prefix_cache=not settings.disable_radix_cache)
     scheduler = Scheduler(
         blocks,
         max_running=settings.max_running_requests,
         max_waiting=settings.max_queued_requests,
-        chunk_tokens=settings.chunked_prefill_size,
+        prefill=prefill,
     )
     speculator = Speculator(
         sources,

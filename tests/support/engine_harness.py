@@ -26,6 +26,7 @@ from verifier_svc.overlap import RunAhead
 from verifier_svc.sampling.grammar import Matcher
 from verifier_svc.sampling.walker import Walker
 from verifier_svc.scheduling.block_manager import BlockManager
+from verifier_svc.scheduling.prefill_budget import PrefillBudget
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.speculation.costs import StepCosts
 from verifier_svc.speculation.speculator import Speculator
@@ -164,6 +165,7 @@ class Harness:
         max_running: int = 8,
         max_waiting: int = 4096,
         chunk_tokens: int = 64,
+        prefill: PrefillBudget | None = None,
         max_nodes: int = 8,
         max_batch_size: int = 0,
         prefix_cache: bool = True,
@@ -184,8 +186,9 @@ class Harness:
     ) -> None:
         """Make an engine.
 
-        ``sources``: started ones beside ``drafters``; ``clock``: measures waits for drafts;
-        ``num_steps``, ``branches``: draft models' trees; ``hidden_size`` and later: the target.
+        ``prefill``: in place of ``chunk_tokens``; ``sources``: started ones beside ``drafters``;
+        ``clock``: measures waits for drafts; ``num_steps``, ``branches``: draft models' trees;
+        ``hidden_size`` and later: the target.
         """
         target = TargetInfo(
             "test",
@@ -202,7 +205,10 @@ class Harness:
         self.sources = [TestSource(name, drafter, target, weights, offer) for name, drafter in (drafters or {}).items()]
         self.blocks = BlockManager(num_blocks, block_size, enable_prefix_cache=prefix_cache)
         self.scheduler = Scheduler(
-            self.blocks, max_running=max_running, max_waiting=max_waiting, chunk_tokens=chunk_tokens
+            self.blocks,
+            max_running=max_running,
+            max_waiting=max_waiting,
+            prefill=prefill or PrefillBudget(chunk_tokens),
         )
         self.speculator = Speculator(
             [*self.sources, *sources],

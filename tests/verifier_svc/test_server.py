@@ -123,3 +123,14 @@ def test_a_step_of_a_large_batch_starts_no_garbage_collection() -> None:
         gc.unfreeze()
         gc.set_threshold(*before)
     assert len(made) == 5000 and not seen
+
+
+@pytest.mark.parametrize(("limit", "is_limited"), [(0, False), (1, True)])
+def test_the_limit_of_a_step_reaches_its_prompts(settings: VerifierSettings, limit: int, is_limited: bool) -> None:
+    verifier = server.build(settings.model_copy(update={"drafters": (), "max_step_ms": limit}))
+    try:
+        prefill = verifier.engine.scheduler.prefill
+        # A pass over the whole chunk takes more than the quarter of a millisecond that is left.
+        assert prefill.most_tokens == 512 and (prefill.tokens(0.001) < 512) == is_limited
+    finally:
+        verifier.close()

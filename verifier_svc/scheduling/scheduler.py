@@ -13,22 +13,23 @@ from itertools import islice
 
 from verifier_svc.scheduling.batch import Scheduled
 from verifier_svc.scheduling.block_manager import BlockManager
+from verifier_svc.scheduling.prefill_budget import PrefillBudget
 from verifier_svc.scheduling.sequence import NO_SLOT, Sequence
 
 
 class Scheduler:
     """Batch sequences continuously over one block manager. Only the engine thread uses it."""
 
-    def __init__(self, blocks: BlockManager, *, max_running: int, max_waiting: int, chunk_tokens: int) -> None:
+    def __init__(self, blocks: BlockManager, *, max_running: int, max_waiting: int, prefill: PrefillBudget) -> None:
         """
         Args:
             max_running: most sequences that run at once.
             max_waiting: most sequences that wait.
-            chunk_tokens: most prompt tokens of one step.
+            prefill: chooses the prompt tokens of one step.
         """
         self.blocks = blocks
         self._max_waiting = max_waiting
-        self.chunk_tokens = chunk_tokens
+        self.prefill = prefill
         self._free_slots = list(range(max_running - 1, -1, -1))
         self._generations = [0] * max_running
         self.running: list[Sequence] = []
@@ -89,11 +90,14 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
 
-    def schedule(self, num_nodes: Callable[[Sequence], int], now: float) -> list[Scheduled]:
+    def schedule(
+        self, num_nodes: Callable[[Sequence], int], step_s: Callable[[int], float], now: float
+    ) -> list[Scheduled]:
         """Return the next step's parts, with blocks reserved.
 
         Args:
             num_nodes: returns the nodes of a sequence's tree, including the root.
+            step_s: returns the seconds of a step of so many decode rows, without prompts.
             now: seconds of time.monotonic().
         """
         scheduled: list[Scheduled] = []
@@ -103,8 +107,12 @@ class Scheduler:
             nodes = self._reserve_nodes(sequence, num_nodes(sequence))
             if nodes:
                 scheduled.append(Scheduled(sequence, 1, nodes))
-        budget = self.chunk_tokens
-        for sequence in [s for s in self.running if not s.is_decoding]:
+        prefilling = [s for s in self.running if not s.is_decoding]
+        num_rows = sum(part.max_nodes for part in scheduled)
+        budget = 0
+        if prefilling or self.waiting:
+            budget = self.prefill.tokens(step_s(num_rows) if num_rows else 0.0)
+        for sequence in prefilling:
             if budget <= 0:
                 break
             if sequence.slot == NO_SLOT:

@@ -138,6 +138,10 @@ class Controller:  # large: the figures of one decision and of its probes
         if depth > 0:
             self._walks[shape][num_matched, depth] += num_rows
 
+    def step_s(self, shape: Shape, batch: int) -> float:
+        """Return the seconds that a step of ``batch`` sequences should take without prompts."""
+        return self._costs.estimate(shape, batch)
+
     def explain(self) -> Mapping[str, str | float]:
         """Return the figures behind the present choice. Tokens a second are those of the whole batch."""
         return {

@@ -80,6 +80,10 @@ class DraftCosts:
         """Return the seconds of the target's pass over one row of each of ``batch`` sequences."""
         return self._costs.estimate(batch)
 
+    def step_s(self, num_rows: int) -> float:
+        """Return the seconds of an ordinary step of so many decode rows, with waits as in the last one."""
+        return self._step_s(num_rows) + max(self._waited_s, 0.0)
+
     def best_rate(self, draft: Draft, batch: int) -> float:
         """Return the speed of a draft's best part over plain decode, if each of ``batch`` rows has one like it."""
         plain_s = self._step_s(batch)
