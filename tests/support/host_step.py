@@ -6,13 +6,13 @@ Tests can drive runs through thousands of steps, and everything around a step is
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from foretoken.models.batch import ForwardBatch
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
-from foretoken.tree import DraftTree
+from foretoken.tree import DraftTree, depths
 from tests.support.hash_target import HashTarget
 from verifier_svc.sampling.verify import WalkResult
 from verifier_svc.sampling.walker import Walk, walk_on_host
@@ -46,12 +46,15 @@ class HostStep:
         self._target, self.memory, self._order = target, memory, order
         self._block_size, self._scratch = block_size, num_blocks * block_size
         self._on_launch, self._is_stuck = on_launch, is_stuck
+        self.most_in_flight = 0
         self._num_releases = 0
         self.number = 0
         self.num_runs = 0
         # Sizes of the prefill passes, and the seats of each step.
         self.prefills: list[int] = []
         self.num_seated: list[int] = []
+        # Trees of each step that came from the host.
+        self.num_found: list[int] = []
         self._unread: list[list[SeatResult]] = []
         self.seats: list[Seat | None] = []
         # The sequences as the last launched step left them; None for one that has ended.
@@ -108,12 +111,13 @@ class HostStep:
             at += count
         return first
 
-    def launch(self, *, is_drafted: bool) -> None:
+    def launch(self, *, is_drafted: bool, found: Mapping[int, Draft]) -> None:
         assert len(self._unread) < MAX_IN_FLIGHT
         if is_drafted:
             self._order.await_draft(self.number)
         self._on_launch(self.number + 1)
-        parts = [self._part(index, is_drafted) for index in range(len(self.seats))]
+        self.num_found.append(len(found))
+        parts = [self._part(index, is_drafted, found.get(index)) for index in range(len(self.seats))]
         self.num_seated.append(sum(seat is not None for seat in self.seats))
         live = [part for part in parts if part is not None]
         walks: list[WalkResult] = []
@@ -135,7 +139,8 @@ class HostStep:
                     for node in (0, *walk.accepted_nodes)[: len(walk.tokens)]
                 ]
                 hidden = torch.from_numpy(self._target.feature_rows(rows))
-        self._unread.append(self._conclude(parts, walks, hidden))
+        self._unread.append(self._conclude(parts, walks, hidden, found))
+        self.most_in_flight = max(self.most_in_flight, len(self._unread))
         self._order.signal_step(self.number)
 
     def release(self) -> None:
@@ -145,10 +150,13 @@ class HostStep:
     def is_done(self) -> bool:
         return not self._is_stuck(self.number - len(self._unread) + 1, self._num_releases)
 
+    def wait(self) -> None:
+        """Results are there."""
+
     def receive(self) -> list[SeatResult]:
         return self._unread.pop(0)
 
-    def _part(self, index: int, is_drafted: bool) -> Scheduled | None:
+    def _part(self, index: int, is_drafted: bool, found: Draft | None) -> Scheduled | None:
         sequence, seat = self._ahead[index], self.seats[index]
         if sequence is None:
             return None
@@ -156,7 +164,12 @@ class HostStep:
         known = seat.sequence.block_ids
         tree = self._tree(index, sequence) if is_drafted and self.number > self._joined_at[index] else None
         part = Scheduled(sequence, 1, seat.width)
-        if tree is not None and tree.num_nodes > 1:
+        if found is not None:
+            assert seat.sequence.tokens == sequence.tokens, "a tree that does not follow the last step"
+            assert 1 < found.tree.num_nodes <= min(sequence.max_new_tokens, self.memory.layout.nodes)
+            assert int(depths(found.tree.parents).max()) < self.max_tokens
+            part.draft = found
+        elif tree is not None and tree.num_nodes > 1:
             number = tree.num_nodes
             part.draft = Draft(tree, [0] + [seat.number] * (number - 1), [0.0] * number, [0.0] * number)
         most = sequence.num_computed + part.num_rows
@@ -174,7 +187,7 @@ class HostStep:
         return DraftTree(tokens, parents.numpy().copy())
 
     def _conclude(
-        self, parts: list[Scheduled | None], walks: list[WalkResult], hidden: torch.Tensor
+        self, parts: list[Scheduled | None], walks: list[WalkResult], hidden: torch.Tensor, found: Mapping[int, Draft]
     ) -> list[SeatResult]:
         memory, results = self.memory, []
         left, first = iter(walks), 0
@@ -200,11 +213,11 @@ class HostStep:
                 first += count
             if has_ended:
                 self._ahead[index] = None
-            results.append(SeatResult(seat, walk, num_nodes))
+            results.append(SeatResult(seat, walk, num_nodes, found.get(index)))
         memory.stamp.fill_(self.number)
         return results
 
 
-def plain_memory(seats: int) -> ResidentMemory:
-    layout = ResidentLayout(seats, 1, 1, 0, torch.float32)
+def plain_memory(seats: int, nodes: int) -> ResidentMemory:
+    layout = ResidentLayout(seats, nodes, nodes, 0, torch.float32)
     return ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)

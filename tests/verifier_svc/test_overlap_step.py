@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from verifier_svc.overlap_step import ResidentStep
 from verifier_svc.sampling.device_walker import DeviceWalker
 from verifier_svc.scheduling.batch import Scheduled, build_batch
 from verifier_svc.scheduling.block_manager import BlockTable
+from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.resident_seat import Seat
 from verifier_svc.scheduling.sequence import Sequence
 
@@ -77,20 +79,20 @@ class Steps:
         memory.draft_parents[index, :count] = torch.tensor(parents, dtype=torch.int32)
         memory.draft_stamp.fill_(self.step.number)
 
-    def run(self, *, is_drafted: bool = False) -> dict[int, list[int]]:
+    def run(self, *, is_drafted: bool = False, found: Mapping[int, Draft] | None = None) -> dict[int, list[int]]:
         """Run one step; return the tokens of each seat that took part."""
-        self.step.launch(is_drafted=is_drafted)
-        found: dict[int, list[int]] = {}
-        for seat, walk, num_nodes in self.step.receive():
+        self.step.launch(is_drafted=is_drafted, found=found or {})
+        tokens: dict[int, list[int]] = {}
+        for seat, walk, num_nodes, _ in self.step.receive():
             (index,) = (index for index, sequence in self.seated.items() if sequence is seat.sequence)
             assert num_nodes > 0
             seat.sequence.tokens.extend(walk.tokens)
             seat.sequence.num_computed += len(walk.tokens)
-            found[index] = walk.tokens
+            tokens[index] = walk.tokens
             assert int(self.memory.counts[index]) == len(walk.tokens)
             assert self.memory.new_tokens[index, : len(walk.tokens)].tolist() == walk.tokens
         assert self.memory.stamp.tolist() == [self.step.number]
-        return found
+        return tokens
 
     def text(self, prompt: list[int], count: int) -> list[int]:
         """Return a prompt's next tokens, each made by a step of its own with one seat."""
@@ -142,7 +144,7 @@ def test_captures_stay_within_the_largest_pass_and_write_no_kv_entries(folder: P
     """A server with small settings has fewer sizes to capture."""
     steps = Steps(folder, device, rows=40)
     cache = steps.runner.planes.fill_(1).clone()
-    assert len(list(steps.step.captures(EMBEDDING, [1, NODES]))) >= 2
+    assert len(list(steps.step.captures(EMBEDDING, [1, NODES], has_found=True))) >= 2
     assert torch.equal(steps.runner.planes, cache)
     assert steps.step.num_in_flight == 0 and not any(steps.step.seats)
 
