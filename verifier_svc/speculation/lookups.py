@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
-from foretoken.tree import depths
 from verifier_svc.drafters.request import NO_DRAFT, TreeBounds
 from verifier_svc.scheduling.draft import Draft, merge
 from verifier_svc.scheduling.resident_seat import Seat
@@ -61,7 +60,7 @@ class Lookups:
         self._round, self._costs, self._gaps, self._bounds = lookup_round, costs, gaps, bounds
         self._drafting, self._max_depth, self._is_on = drafting, max_depth, is_on
         # Trees for the first step of their sequences.
-        self._waiting = {sequence: draft for sequence, draft in found.items() if is_on and self._is_flat(draft)}
+        self._waiting = dict(found) if is_on else {}
         # What rows ask before the next step.
         self._plans: list[DraftPlan] = []
         self._batch = 1
@@ -135,7 +134,7 @@ class Lookups:
                 continue
             draft = trees.get(seat.sequence) or self._waiting.pop(seat.sequence, None)
             if draft is not None:
-                draft = draft.best(seat.sequence.max_new_tokens)
+                draft = draft.to_depth(self._max_depth).best(seat.sequence.max_new_tokens)
                 if draft.tree.num_nodes > 1:
                     drafts[index] = draft
         return self._chosen(drafts, seats) if drafts else {}
@@ -150,9 +149,6 @@ class Lookups:
         if not self._is_on:
             for sequence in decoding:
                 self._round.gate(sequence).pass_steps(num_steps)
-
-    def _is_flat(self, draft: Draft) -> bool:
-        return int(depths(draft.tree.parents).max()) <= self._max_depth
 
     def _chosen(self, drafts: dict[int, Draft], seats: Items[Seat | None]) -> dict[int, Draft]:
         """Return the drafts that promise more than the model's, with the nodes that are worth their rows."""
