@@ -15,6 +15,7 @@ import pstats
 import random
 import time
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -34,6 +35,7 @@ from verifier_svc.outbox import Outbox
 from verifier_svc.overlap import RunAhead
 from verifier_svc.sampling.device_walker import walk_results
 from verifier_svc.scheduling.block_manager import BlockManager
+from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.prefill_budget import PrefillBudget
 from verifier_svc.scheduling.resident_seat import Seat, SeatResult
 from verifier_svc.scheduling.scheduler import Scheduler
@@ -92,7 +94,7 @@ class FreeStep:
     def keep_hidden(self, parts: Items[tuple[int, int]]) -> int:
         return 0
 
-    def launch(self, *, is_drafted: bool) -> None:
+    def launch(self, *, is_drafted: bool, found: Mapping[int, Draft]) -> None:
         self.number += 1
         self._in_flight.append(tuple(self.seats))
 
@@ -102,6 +104,9 @@ class FreeStep:
     def is_done(self) -> bool:
         self._outbox.take()
         return True
+
+    def wait(self) -> None:
+        """Results are there."""
 
     def receive(self) -> list[SeatResult]:
         taken = [(index, seat) for index, seat in enumerate(self._in_flight.popleft()) if seat is not None]
@@ -234,7 +239,7 @@ def measure(batch: int, nodes: int, num_steps: int, profile: cProfile.Profile | 
     ahead = RunAhead(lambda memory, order: step, step, timeout_s=60.0)  # type: ignore[arg-type, return-value]
     messages = StopAfter(step, counters, num_steps)
     messages.profile = profile
-    blocked = ahead.run(scheduler, speculator, lifecycle, messages, has_asked=True)
+    blocked = ahead.run(scheduler, speculator, lifecycle, messages)
     assert blocked is None and messages.seconds, f"the steps did not overlap: {blocked}"
     return messages.seconds
 

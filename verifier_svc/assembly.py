@@ -113,7 +113,8 @@ def load_target(
         simulated=settings.simulate_accept_length,
         graphs=not settings.disable_cuda_graph,
     )
-    plain = make_step(plain_memory(settings.max_running_requests, backend.device), StreamOrder())
+    memory = plain_memory(settings.max_running_requests, settings.speculative_num_draft_tokens, backend.device)
+    plain = make_step(memory, StreamOrder())
     plain.warm_up(())
     run_ahead = RunAhead(make_step, plain, timeout_s=settings.draft_timeout_ms / 1e3)
     return Target(on_device, walker, on_device.shared_weights, run_ahead)

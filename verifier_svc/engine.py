@@ -65,8 +65,6 @@ class Engine:
         self.lifecycle = Lifecycle(scheduler, speculator, self.counters, bounds, model_name)
         self._target = TargetStep(runner, walker or HostWalker(), speculator, self.lifecycle)
         self._run_ahead = run_ahead
-        # Whether the last step was an ordinary one, which asked all drafters.
-        self._has_asked = False
         self._inbox = Inbox()
         self.is_stopping = False
         # Whether the graphs of usual sizes have been captured, and until when anybody waits for it.
@@ -176,7 +174,6 @@ class Engine:
             self.speculator.collect()
         with times.phase("publish"):
             self.lifecycle.sessions.publish()
-        self._has_asked = bool(scheduled)
         if not scheduled:
             return
         if all(part.was_decoding for part in scheduled):
@@ -196,8 +193,7 @@ class Engine:
         """Run overlapped steps as long as possible; count why none could run. Return whether any ran."""
         if self._run_ahead is None or not self.scheduler.has_work:
             return False
-        blocked = self._run_ahead.run(self.scheduler, self.speculator, self.lifecycle, self, has_asked=self._has_asked)
-        self._has_asked = False
+        blocked = self._run_ahead.run(self.scheduler, self.speculator, self.lifecycle, self)
         if blocked is not None:
             self.counters.count_blocked_overlap(blocked.value)
         self.lifecycle.sessions.publish()

@@ -194,21 +194,12 @@ class Lifecycle:
         elif result.error is not None:
             self.fail(sequence, result.error)
 
-    def end_step(self, num_rows: int, seconds: float, *, is_plain: bool) -> None:
-        """Record a finished overlapped step and publish its events.
-
-        Args:
-            num_rows: rows of the target's pass.
-            seconds: time since the previous step was read.
-            is_plain: whether no drafter took part. Then the time counts as a plain step's cost.
-        """
+    def count_overlapped_step(self, seconds: float) -> None:
+        """Count a finished overlapped step. ``seconds``: since the previous one was read."""
         self.counters.num_steps += 1
         self.counters.num_resident_steps += 1
         for phase in ("resident", "step"):
             self.counters.add_time(phase, seconds)
-        if is_plain:
-            self._speculator.costs.observe_step(num_rows, seconds)
-        self.sessions.publish()
 
     # Ends.
 

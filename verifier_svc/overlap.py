@@ -6,14 +6,15 @@ Sequences join and end while steps are in flight. Each turn of the loop
 2. requests the trees that follow the step in flight;
 3. launches a prefill pass, if there are prompts, and the next step, for whose trees the GPU waits;
 4. waits for the step in flight, reads it, commits its tokens and publishes them;
-5. binds late what the next step needs of these tokens: masks of grammars and of token lists.
+5. binds late what the next step needs of these tokens: masks of grammars and of token lists, and
+   look-ups.
 
 A step with masks is launched in two halves: rows and the target's pass in 3, sampling and all after
-it in 5. The masks are computed while the pass runs. No other step has anything to bind.
+it in 5. The masks are computed while the pass runs. If a sequence of the next step wants a look-up,
+4 comes before that launch, and between them the host only looks up.
 
-A run ends, once the steps in flight are read, when something needs the host between two steps
-(logprobs of a prompt, a look-up drafter), a drafter attaches or detaches, blocks run out, or nothing
-is left to do.
+A run ends, once the steps in flight are read, when something else needs the host between two steps
+(logprobs of a prompt), a drafter attaches or detaches, blocks run out, or nothing is left to do.
 
 A sequence's blocks go to others as soon as the host has read its end, although steps are in flight,
 because those steps do not write to them:
@@ -80,15 +81,30 @@ class Messages(Protocol):
     def is_stopping(self) -> bool: ...
 
 
+class _Asked(NamedTuple):
+    """The draft that the next step waits for. ``is_drafted``: whether there is one."""
+
+    is_drafted: bool
+    kind: Hashable
+
+
 class _Facts(NamedTuple):
-    """What was known of a step when it was launched. ``kind``: of its draft."""
+    """What was known of a step when it was launched.
+
+    Attributes:
+        num_found_rows: how many of its rows only trees from the host need.
+        kind: of its draft.
+        gap_s: seconds that the GPU waited for its launch.
+    """
 
     shape: Shape
     num_rows: int
+    num_found_rows: int
     num_seats: int
     num_prompt_rows: int
     is_timed: bool
     kind: Hashable
+    gap_s: float
 
 
 class RunAhead:
@@ -121,17 +137,13 @@ class RunAhead:
         speculator: Speculator,
         lifecycle: Lifecycle,
         messages: Messages,
-        *,
-        has_asked: bool,
     ) -> OverlapBlock | None:
         """Run overlapped steps as long as possible.
 
         Returns the reason if an ordinary step must come first, else None.
-
-        ``has_asked``: whether the last step was an ordinary one, which asked the look-up drafters.
         """
         self._forget_memory(speculator.drafters)
-        drafting = speculator.overlap.drafting(scheduler.running, scheduler.admissible, has_asked=has_asked)
+        drafting = speculator.overlap.drafting(scheduler.running, scheduler.admissible)
         if isinstance(drafting, OverlapBlock):
             return drafting
         step, deadlines = self._step_of(drafting)
@@ -149,9 +161,10 @@ class RunAhead:
             if attachment is not None and attachment.has_resident and attachment.has_answered():
                 widths = sorted({shape.nodes for shape in speculator.overlap.controllers.of(drafter).controller.shapes})
                 steps[self._step_for(drafter, attachment)[0]] = attachment.needs.features, widths
+        has_lookups = any(drafter.is_attached and not drafter.has_model for drafter in speculator.drafters)
         for step, (features, widths) in steps.items():
             if step not in self._captures:
-                self._captures[step] = step.captures(features, widths)
+                self._captures[step] = step.captures(features, widths, has_found=has_lookups)
             if next(self._captures[step], self) is not self:
                 return True
         return False
@@ -194,6 +207,7 @@ class OverlappedRun:
     ) -> None:
         self._step, self._drafting, self._deadlines = step, drafting, deadlines
         self._scheduler, self._speculator, self._lifecycle = scheduler, speculator, lifecycle
+        self._lookups = speculator.begin_overlap(drafting, scheduler.running, step.max_tokens - 1)
         # Running sequences that have no seat yet.
         self._joining: list[Sequence] = list(scheduler.running)
         # The trees' shape for which blocks were reserved, and the one in which steps are launched.
@@ -203,6 +217,8 @@ class OverlappedRun:
         self._prompt_start = 0
         self._facts: deque[_Facts] = deque()
         self._num_launched = self._num_read = 0
+        # When the last step was done, and when it was read.
+        self._done_at = self._read_at = 0.0
         # Whether a draft was late or the drafter is gone; whether nobody can go on for want of
         # blocks.
         self._is_lost = self._lacks_blocks = False
@@ -214,27 +230,28 @@ class OverlappedRun:
         """
         step, drafting = self._step, self._drafting
         step.begin(drafting.features, max(step.number, drafting.number))
-        self._speculator.begin_overlap()
         phase = self._lifecycle.counters.phase
         is_ending = False
-        read_at = time.perf_counter()
+        self._read_at = time.perf_counter()
         while True:
             if not is_ending:
                 with phase("plan"):
                     messages.handle_messages()
                     self._free_seats()
                     is_ending = messages.is_stopping or not self._plan()
-            is_ending |= not self._bind(read_at)
+            is_ending |= not self._bind()
             if not is_ending and self._has_work():
-                is_ending = not self._launch()
+                asked = self._post()
+                num_prompt_rows = self._prefill()
+                self._prepare_lookups()
+                # All of that overlaps with the step in flight, whose tokens look-ups need.
+                is_ending = not (self._read_for_lookups() and self._launch(asked, num_prompt_rows))
             if not step.num_in_flight:
                 break
             if is_ending or step.num_in_flight == MAX_IN_FLIGHT or not self._has_work():
-                is_ending |= not self._bind(read_at)
-                with phase("wait"):
-                    is_ending |= not self._await_results(read_at)
-                with phase("commit"):
-                    read_at = self._read(read_at)
+                is_ending |= not self._bind()
+                is_ending |= not self._read()
+            self._lifecycle.sessions.publish()
         self._end()
         return OverlapBlock.NO_FREE_BLOCKS if self._lacks_blocks and self._num_launched == 0 else None
 
@@ -243,8 +260,6 @@ class OverlappedRun:
     def _plan(self) -> bool:
         """Start waiting sequences and choose the trees' shape. Return whether the run can go on."""
         policy, scheduler, drafting = self._speculator.overlap, self._scheduler, self._drafting
-        if drafting.most_steps is not None and self._num_read >= drafting.most_steps:
-            return False
         waiting = scheduler.admissible
         if not all(policy.joins(sequence, drafting) for sequence in waiting):
             return False
@@ -275,21 +290,31 @@ class OverlappedRun:
 
     def _enough_until(self, sequence: Sequence) -> int:
         """Return up to how many tokens a sequence needs no more blocks, whatever is in flight."""
-        width = self._drafting.shape_of(sequence).nodes
+        width = self._most_nodes(sequence)
         if self._scheduler.has_reserved(sequence, sequence.max_len + width + 1):
             return sequence.max_len
         num_slots = len(sequence.block_ids) * self._scheduler.blocks.block_size
-        return num_slots - MAX_IN_FLIGHT * self._step.max_tokens - width - 1
+        return num_slots - MAX_IN_FLIGHT * self._most_tokens(sequence) - width - 1
 
     def _reserve_seat(self, sequence: Sequence) -> bool:
         # One KV slot more, because a drafter stores the next root's KV entry before the target
         # does.
-        width = self._drafting.shape_of(sequence).nodes
+        width = self._most_nodes(sequence)
         most = sequence.max_len + width + 1
-        least = min(len(sequence.tokens) + self._step.num_in_flight * self._step.max_tokens + width + 1, most)
+        in_flight = self._step.num_in_flight * self._most_tokens(sequence)
+        least = min(len(sequence.tokens) + in_flight + width + 1, most)
         if self._scheduler.has_reserved(sequence, least):
             return True
         return self._scheduler.reserve_ahead(sequence, least, min(least + _PAGES_AHEAD, most))
+
+    def _most_nodes(self, sequence: Sequence) -> int:
+        """Return the most nodes of a sequence's next tree, whoever drafts it."""
+        return max(self._drafting.shape_of(sequence).nodes, self._lookups.most_nodes(sequence))
+
+    def _most_tokens(self, sequence: Sequence) -> int:
+        """Return the most tokens that a step of this run commits for a sequence."""
+        has_drafts = self._drafting.drafter is not None or self._lookups.most_nodes(sequence) > 1
+        return self._step.max_tokens if has_drafts else 1
 
     def _has_work(self) -> bool:
         """Return whether a prompt waits, or a seat may emit more than steps in flight do."""
@@ -298,22 +323,41 @@ class OverlappedRun:
             seat is not None and seat.sequence.max_new_tokens > num_in_flight for seat in self._step.seats
         )
 
-    # 2 and 3. Launch.
+    # 2. Post the draft.
 
-    def _launch(self) -> bool:
-        """Request the trees after the last step, then launch prompts and the next step.
+    def _post(self) -> _Asked:
+        """Request the trees after the last step."""
+        drafting, launched = self._drafting, self._launched
+        kind = drafting.shape, seq_bucket(len(launched or ())), drafting.has_prompts
+        if launched is not None:
+            with self._lifecycle.counters.phase("draft_post"):
+                drafting.post(self._step.number, launched, self._prompt_start)
+        return _Asked(drafting.drafter is not None and launched is not None, kind)
 
-        Returns whether there was anything to launch.
-        """
-        step, drafting = self._step, self._drafting
-        is_drafted = drafting.drafter is not None and self._launched is not None
-        kind = drafting.shape, seq_bucket(len(self._launched or ())), drafting.has_prompts
-        phase = self._lifecycle.counters.phase
-        if self._launched is not None:
-            with phase("draft_post"):
-                drafting.post(step.number, self._launched, self._prompt_start)
-        with phase("prefill"):
-            num_prompt_rows = self._prefill()
+    # 3. Launch.
+
+    def _prefill(self) -> int:
+        """Launch a pass over the next prompt tokens, all but each prompt's last. Return its rows."""
+        with self._lifecycle.counters.phase("prefill"):
+            return self._launch_prompts()
+
+    def _prepare_lookups(self) -> None:
+        """Do what look-ups can do before the tokens of the step in flight are known."""
+        with self._lifecycle.counters.phase("lookup"):
+            seated = [seat.sequence for seat in self._step.seats if seat is not None]
+            self._lookups.prepare(seated, self._joining)
+
+    def _read_for_lookups(self) -> bool:
+        """Read the step in flight if look-ups wait for it. Return False if it had to go on without its trees."""
+        if not self._lookups.are_due or not self._step.num_in_flight:
+            return True
+        is_sound = self._read()
+        self._free_seats()
+        return is_sound
+
+    def _launch(self, asked: _Asked, num_prompt_rows: int) -> bool:
+        """Seat sequences, look up, and launch the next step. Return whether there was anything to launch."""
+        step, drafting, phase = self._step, self._drafting, self._lifecycle.counters.phase
         self._join()
         if drafting.shape != self._launched_shape:
             self._launched_shape = drafting.shape
@@ -326,22 +370,36 @@ class OverlappedRun:
             self._lacks_blocks = True
             return False
         self._num_launched += 1
+        with phase("lookup"):
+            found = {} if step.num_in_flight else self._lookups.find(self._launched)
+        is_late = self._num_read > 0 and not step.num_in_flight
+        with phase("launch"):
+            step.launch(is_drafted=asked.is_drafted, found=found)
+        gap_s = time.perf_counter() - self._done_at if is_late else 0.0
+        if is_late:
+            self._lookups.observe_gap(gap_s)
+        num_rows = sum(seat.width for seat in taken)
+        num_found_rows = sum(
+            max(draft.tree.num_nodes - seat.width, 0)
+            for index, draft in found.items()
+            if (seat := self._launched[index]) is not None
+        )
+        is_timed = self._num_launched > _UNTIMED_STEPS and (drafting.drafter is None or drafting.is_for_all)
         self._facts.append(
             _Facts(
                 drafting.shape,
-                sum(seat.width for seat in taken),
+                num_rows + num_found_rows,
+                num_found_rows,
                 len(taken),
                 num_prompt_rows,
-                self._num_launched > _UNTIMED_STEPS and (drafting.drafter is None or drafting.is_for_all),
-                kind,
+                is_timed,
+                asked.kind,
+                gap_s,
             )
         )
-        with phase("launch"):
-            step.launch(is_drafted=is_drafted)
         return True
 
-    def _prefill(self) -> int:
-        """Launch a pass over the next prompt tokens, all but each prompt's last. Return its rows."""
+    def _launch_prompts(self) -> int:
         drafting, capture = self._drafting, self._speculator.hidden_states
         if not self._joining:
             return 0
@@ -401,17 +459,17 @@ class OverlappedRun:
 
     # 4. Bind late.
 
-    def _bind(self, since: float) -> bool:
+    def _bind(self) -> bool:
         """Send the masks of a step that was launched without them, once the step before was read.
 
         They depend on that step's tokens, and on the drafted trees. Returns False if the step had
-        to go on without its trees. ``since``: when the step before was read.
+        to go on without its trees.
         """
         step, phase = self._step, self._lifecycle.counters.phase
         if step.is_bound or step.num_in_flight > 1:
             return True
         with phase("wait"):
-            is_alive = self._await(step.has_trees, since)
+            is_alive = self._await(step.has_trees)
         with phase("bind"):
             step.bind(
                 {
@@ -423,22 +481,27 @@ class OverlappedRun:
 
     # 5. Wait and read.
 
-    def _await_results(self, since: float) -> bool:
-        """Wait until the oldest step is done. Arguments and result as for ``_await``."""
-        is_alive = self._await(self._step.is_done, since)
+    def _read(self) -> bool:
+        """Wait for the oldest step, and commit its tokens. Return False if it had to go on without its trees."""
+        phase = self._lifecycle.counters.phase
+        with phase("wait"):
+            if self._drafting.drafter is None and self._lookups.are_due:
+                # The GPU waits too, and there is no drafter to look after.
+                self._step.wait()
+            is_sound = self._await(self._step.is_done)
+        self._done_at = time.perf_counter()
         # The first step of a run waits for no draft.
-        if is_alive and self._num_read:
-            self._deadlines.observe(self._facts[0].kind, time.perf_counter() - since)
-        return is_alive
+        if is_sound and self._num_read:
+            self._deadlines.observe(self._facts[0].kind, self._done_at - self._read_at)
+        with phase("commit"):
+            self._commit()
+        return is_sound
 
-    def _await(self, is_there: Callable[[], bool], since: float) -> bool:
-        """Wait for something of the oldest step. Return False if it had to go on without its trees.
-
-        ``since``: when the step before was read.
-        """
+    def _await(self, is_there: Callable[[], bool]) -> bool:
+        """Wait for something of the oldest step. Return False if it had to go on without its trees."""
         facts = self._facts[0]
         timeout_s = self._deadlines.seconds(facts.kind)
-        deadline = since + timeout_s + _TOKEN_S * sum(each.num_prompt_rows for each in self._facts)
+        deadline = self._read_at + timeout_s + _TOKEN_S * sum(each.num_prompt_rows for each in self._facts)
         while not is_there():
             if self._drafting.drafter is not None and (self._is_lost or not self._is_alive(deadline, facts.kind)):
                 # Repeat it: a drafter that resumes late may overwrite the release.
@@ -460,41 +523,53 @@ class OverlappedRun:
             drafting.drafter.source.report_failure(f"no draft within {timeout_s * 1e3:.0f} ms")
         return False
 
-    def _read(self, read_at: float) -> float:
-        """Commit the oldest step's tokens and publish them. Return when that was done."""
+    def _commit(self) -> None:
+        """Commit the oldest step's tokens."""
         drafting, lifecycle, facts = self._drafting, self._lifecycle, self._facts.popleft()
         self._num_read += 1
         num_live = 0
         why_none = partial(self._speculator.fallbacks.of_overlapped, drafting=drafting, shape=facts.shape)
         why_first = partial(why_none, is_first=True)
-        for seat, walk, num_nodes in self._step.receive():
+        for seat, walk, num_nodes, found in self._step.receive():
             num_live += num_nodes > 0
             if num_nodes == 0 or seat.is_left:
                 continue
-            shares = drafting.observe(seat.sequence, num_nodes, len(walk.matched_nodes), len(walk.tokens))
+            sequence = seat.sequence
+            num_drafted = num_nodes if found is None else 1
+            shares = drafting.observe(sequence, num_drafted, len(walk.matched_nodes), len(walk.tokens))
+            if found is not None and num_nodes == found.tree.num_nodes:
+                shares = found.shares(walk.matched_nodes)
+                self._speculator.observe(sequence, found, walk.matched_nodes, shares)
             if seat.is_new:
                 seat.is_new = False
-                lifecycle.append(seat.sequence, 1, walk)
+                lifecycle.append(sequence, 1, walk)
             else:
-                lifecycle.commit_decode(seat.sequence, walk, shares, why_none if seat.has_stepped else why_first)
+                lifecycle.commit_decode(sequence, walk, shares, why_none if seat.has_stepped else why_first)
             seat.has_stepped = True
         drafting.learn(facts.shape)
-        now = time.perf_counter()
+        self._learn_times(facts)
+        self._speculator.limit.count(num_live)
+
+    def _learn_times(self, facts: _Facts) -> None:
+        """Learn what the step took that was just read."""
+        drafting, now = self._drafting, time.perf_counter()
+        seconds, self._read_at = now - self._read_at, now
         is_timed = facts.is_timed and facts.num_seats > 0
-        lifecycle.end_step(
-            facts.num_rows,
-            now - read_at,
-            is_plain=is_timed and drafting.drafter is None and not facts.num_prompt_rows,
-        )
+        is_plain = is_timed and drafting.drafter is None and not facts.num_prompt_rows
+        self._lifecycle.count_overlapped_step(seconds)
+        costs = self._speculator.costs
+        if is_plain:
+            costs.observe_step(facts.num_rows, seconds - facts.gap_s)
         if facts.num_prompt_rows and self._num_read > _UNTIMED_STEPS:
             step_s = self._step_s(facts.shape, facts.num_seats)
-            self._scheduler.prefill.observe(facts.num_prompt_rows, now - read_at, step_s)
+            self._scheduler.prefill.observe(facts.num_prompt_rows, seconds, step_s)
         if is_timed and drafting.controller is not None:
+            # What rows of look-ups take says nothing of the shape.
+            base_rows = facts.num_rows - facts.num_found_rows
+            found_s = costs.plain_step_s(facts.num_rows) - costs.plain_step_s(base_rows)
             drafting.controller.controller.observe_step(
-                facts.shape, facts.num_seats, now - read_at, num_prompt_tokens=facts.num_prompt_rows
+                facts.shape, facts.num_seats, seconds - found_s, num_prompt_tokens=facts.num_prompt_rows
             )
-        self._speculator.limit.count(num_live)
-        return now
 
     def _free_seats(self) -> None:
         """Free the seats of sequences that have ended, and forget those that wait for one."""
@@ -512,4 +587,4 @@ class OverlappedRun:
         for sequence in running:
             # The hidden states of these steps were never copied to the host.
             sequence.hidden_states.clear()
-        self._speculator.end_overlap(self._num_read, [s for s in running if s.is_decoding])
+        self._speculator.end_overlap(self._lookups, self._num_read, [s for s in running if s.is_decoding])

@@ -28,6 +28,7 @@ from foretoken_kernels.gpu.resident_seats import join_seats
 from foretoken_kernels.resident_state import NO_NODE, DraftedTrees, Joining, Seats, StepResults, StepRows, new_seats
 
 from foretoken.models.batch import ForwardBatch, blank_batch
+from foretoken.models.device_batch import bucket, seq_bucket
 from foretoken.models.device_batches import PROMPT_SEQS, prompt_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_llama import ResidentPass
@@ -39,6 +40,7 @@ from verifier_svc.sampling.device_logprobs import LogprobNumbers, logprob_number
 from verifier_svc.sampling.device_masks import SentMasks
 from verifier_svc.sampling.device_walker import DeviceWalker, WalkStage, walk_results
 from verifier_svc.sampling.verify import WalkResult, followed
+from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult, SeatTree
 
 # Most block tables that may be in transfer at once.
@@ -98,12 +100,14 @@ class _Launched:
         stage, shape: None for an empty step, whose end is ``reached``.
         is_bound: whether the second half was launched too.
         logprobs: those of all tokens that the seats ``logprob_seats`` may have got, seat by seat.
+        found: the trees that came from the host, by seat.
     """
 
     number: int
     seats: tuple[Seat | None, ...]
     stage: _Stage | None
     shape: _Shape | None
+    found: Mapping[int, Draft]
     is_bound: bool = False
     reached: Any = None
     logprob_seats: list[int] = field(default_factory=list)
@@ -140,7 +144,10 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self._state: Seats = new_seats(max_seats, device)
         self._joining = PinnedBuffers({name: ((max_seats,), torch.int32) for name in Joining._fields}, device)
         self._owed = torch.zeros(max_seats, dtype=torch.float32, device=device)
-        self._trees = DraftedTrees(memory.draft_stamp, memory.num_nodes, memory.draft_tokens, memory.draft_parents)
+        self._drafted = DraftedTrees(memory.draft_stamp, memory.num_nodes, memory.draft_tokens, memory.draft_parents)
+        nodes = memory.layout.nodes
+        sizes = {"stamp": (1,), "num_nodes": (max_seats,), "tokens": (max_seats, nodes), "parents": (max_seats, nodes)}
+        self._found = PinnedBuffers({name: (size, torch.int32) for name, size in sizes.items()}, device)
         self._outcome = StepResults(
             memory.stamp, memory.counts, memory.lengths, memory.num_left, memory.new_tokens, memory.hidden
         )
@@ -154,8 +161,9 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self._tables = np.zeros((max_seats, 0), np.int32)
         self._num_blocks = [0] * max_seats
         # What has changed since the last launch: seats that were taken, and whether the rows must
-        # be divided anew.
+        # be divided anew; the rows of each seat as they were divided last.
         self._joined: list[int] = []
+        self._widths: list[int] = []
         self._is_laid_out = False
         self._shape: _Shape | None = None
         self._in_flight: deque[_Launched] = deque()
@@ -209,12 +217,13 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self._is_laid_out = False
 
     @torch.inference_mode()
-    def captures(self, features: tuple[int, ...], widths: Items[int]) -> Iterator[None]:
+    def captures(self, features: tuple[int, ...], widths: Items[int], *, has_found: bool) -> Iterator[None]:
         """Capture the graphs of usual sizes, one for each item; no step may be in flight meanwhile.
 
         Args:
             features: as for ``begin``.
             widths: rows of a sequence in a step.
+            has_found: whether some sequences of a step may have trees from the host.
         """
         # Prompts of one sequence, and of a few.
         for seqs in PROMPT_SEQS[:2]:
@@ -223,24 +232,35 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
                 self._runner.forward(blank_batch(rows, min(seqs, len(self._seats))), features)
                 yield
                 rows = prompt_bucket(rows + 1)
-        counts = [count for count in _SEAT_COUNTS if count <= len(self._seats)]
-        for count in counts:
+        for rows, seqs, width in self._usual_sizes(widths, has_found=has_found):
+            self._features = features
+            stage = self._stage(rows, seqs, width, 1)
+            shape = self._shape
+            assert shape is not None
+            self._shape, self._is_laid_out = None, False
+            if not self._graphs.lacks(shape):
+                continue
+            starts = np.minimum(np.arange(shape.seqs + 1, dtype=np.int32) * width, rows)
+            stage.resident.batch.clear(starts)
+            self._fill_walk(stage, starts)
+            self._graphs.capture(shape, partial(self._launch_kernels, stage, shape.max_width))
+            yield
+
+    def _usual_sizes(self, widths: Items[int], *, has_found: bool) -> Iterator[tuple[int, int, int]]:
+        """Yield rows, sequences and the most rows of one sequence of usual steps, as for ``captures``."""
+        for count in _SEAT_COUNTS:
             for width in widths:
-                if count * width > MAX_USUAL_ROWS:
-                    continue
-                self._features = features
-                stage = self._stage(count * width, count, width, 1)
-                shape = self._shape
-                assert shape is not None
-                self._shape, self._is_laid_out = None, False
-                if not self._graphs.lacks(shape):
-                    continue
-                starts = np.full(shape.seqs + 1, count * width, np.int32)
-                starts[:count] = np.arange(count, dtype=np.int32) * width
-                stage.resident.batch.clear(starts)
-                self._fill_walk(stage, starts)
-                self._graphs.capture(shape, partial(self._launch_kernels, stage, shape.max_width))
-                yield
+                if count <= len(self._seats) and count * width <= MAX_USUAL_ROWS:
+                    yield count * width, count, width
+        count, nodes = 1, self.memory.layout.nodes
+        while has_found and count <= seq_bucket(len(self._seats)):
+            # Any number of the sequences has a tree of any size.
+            seqs = min(count, len(self._seats))
+            rows = count // 2 + 2
+            while rows <= min(seqs * nodes, MAX_USUAL_ROWS):
+                yield rows, seqs, nodes
+                rows = bucket(rows) + 1
+            count *= 2
 
     # Seats.
 
@@ -297,20 +317,24 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         return first
 
     @torch.inference_mode()
-    def launch(self, *, is_drafted: bool) -> None:
+    def launch(self, *, is_drafted: bool, found: Mapping[int, Draft]) -> None:
         """Launch the next step. Without seats it is empty: it only gets its number.
 
         If a seat has masks, only the first half is launched, and the caller has to ``bind`` it.
 
-        ``is_drafted``: wait on the GPU for the trees that follow the last step; they may still be
-        missing.
+        Args:
+            is_drafted: wait on the GPU for the trees that follow the last step; they may still be
+                missing.
+            found: trees of seats, in place of the drafter's. All tokens before them have been read.
         """
         assert len(self._in_flight) < MAX_IN_FLIGHT and self.is_bound
-        stage = self._prepare()
+        stage = self._prepare(found)
+        if found:
+            self._send_found(found)
         if is_drafted:
             self._order.await_draft(self.number)
         self.number += 1
-        launched = _Launched(self.number, tuple(self._seats), stage, self._shape)
+        launched = _Launched(self.number, tuple(self._seats), stage, self._shape, found)
         self._in_flight.append(launched)
         if stage is not None and any(seat is not None and seat.is_masked for seat in self._seats):
             assert self._shape is not None
@@ -393,6 +417,14 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             return oldest.stage.walk.found.is_ready()
         return oldest.reached is None or bool(oldest.reached.query())
 
+    def wait(self) -> None:
+        """Wait until the oldest step in flight is done, without a break."""
+        oldest = self._in_flight[0]
+        if oldest.stage is not None:
+            oldest.stage.walk.found.wait()
+        elif oldest.reached is not None:
+            oldest.reached.synchronize()
+
     def receive(self) -> list[SeatResult]:
         """Return the results of the oldest step in flight, which must be done.
 
@@ -403,21 +435,27 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             return []
         found = launched.stage.walk.found.take()
         taken = [(index, seat) for index, seat in enumerate(launched.seats) if seat is not None]
-        walks = walk_results(found, [(index, seat.number) for index, seat in taken])
+        drafts = launched.found
+        sources = [(index, drafts[index].sources if index in drafts else seat.number) for index, seat in taken]
+        walks = walk_results(found, sources)
         if launched.logprobs is not None:
             places = {index: place for place, (index, _) in enumerate(taken)}
             for at, index in enumerate(launched.logprob_seats):
                 place = places[index]
                 walk, most = walks[place], taken[place][1].sequence.sampling.logprobs
                 assert most is not None
-                rows = range(at * self.max_tokens, at * self.max_tokens + len(walk.tokens))
+                depth = len(launched.logprobs.logprobs) // len(launched.logprob_seats)
+                rows = range(at * depth, at * depth + len(walk.tokens))
                 entries = launched.logprobs.results(walk.tokens, [most] * len(walk.tokens), rows)
                 walks[place] = walk._replace(logprobs=entries)
         num_nodes = found["num_nodes"].tolist()
         for place, (index, seat) in enumerate(taken):
             if seat.is_masked and num_nodes[index] and not seat.is_left:
                 walks[place] = self._followed(seat, walks[place])
-        return [SeatResult(seat, walk, num_nodes[index]) for (index, seat), walk in zip(taken, walks, strict=True)]
+        return [
+            SeatResult(seat, walk, num_nodes[index], drafts.get(index))
+            for (index, seat), walk in zip(taken, walks, strict=True)
+        ]
 
     def _followed(self, seat: Seat, walk: WalkResult) -> WalkResult:
         """Advance a sampler with masks by a walk, and return what to commit."""
@@ -433,7 +471,9 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
 
         The next pass overwrites the logits. Which tokens are real is known with the results.
         """
-        device, depth, walk = self._state.slots.device, self.max_tokens, stage.walk.result
+        device, walk = self._state.slots.device, stage.walk.result
+        # No walk emits more tokens than its seat has rows.
+        depth = min(self.max_tokens, max(self._widths[index] for index in launched.logprob_seats))
         on_host = torch.tensor(launched.logprob_seats, dtype=torch.int64)
         seats = (on_host.pin_memory() if self._is_cuda else on_host).to(device, non_blocking=True)
         logits = stage.resident.logits
@@ -448,20 +488,26 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         )
         return numbers.to_host()
 
-    def _prepare(self) -> _Stage | None:
+    def _prepare(self, found: Mapping[int, Draft]) -> _Stage | None:
         """Bring the device up to date with seats and block tables; return the next step's stage."""
         longest = 0
         grown = False
+        widths = [0] * len(self._seats)
         for index, seat in enumerate(self._seats):
             if seat is None:
                 continue
+            widths[index] = seat.width
             count = len(seat.sequence.block_ids)
             longest = max(longest, count)
             grown |= count > self._num_blocks[index]
         if longest == 0:
             return None
+        for index, draft in found.items():
+            widths[index] = max(widths[index], draft.tree.num_nodes)
         shape = self._shape
-        if not self._is_laid_out or shape is None or longest > shape.blocks or self._has_moved():
+        is_laid_out = self._is_laid_out and widths == self._widths
+        if not is_laid_out or shape is None or longest > shape.blocks or self._has_moved():
+            self._widths = widths
             return self._lay_out_seats(longest)
         if grown:
             self._send_tables(shape)
@@ -473,8 +519,10 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
     def _lay_out_seats(self, longest: int) -> _Stage:
         """Divide the rows anew among the seats. Steps in flight keep their own stages' results."""
         last = max(index for index, seat in enumerate(self._seats) if seat is not None)
-        widths = [0 if seat is None else seat.width for seat in self._seats[: last + 1]]
-        stage = self._stage(sum(widths), last + 1, max(widths), longest)
+        widths = self._widths[: last + 1]
+        # Trees from the host have any size; with one bound for all there are few graphs.
+        is_wide = any(seat is not None and seat.width < width for seat, width in zip(self._seats, widths, strict=False))
+        stage = self._stage(sum(widths), last + 1, self.memory.layout.nodes if is_wide else max(widths), longest)
         shape = self._shape
         assert shape is not None
         starts = np.full(shape.seqs + 1, sum(widths), np.int32)
@@ -544,6 +592,19 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         join_seats(self._state, Joining(**joining.device))
         self._joined = []
 
+    def _send_found(self, found: Mapping[int, Draft]) -> None:
+        """Send trees for the next step."""
+        self._found.wait()
+        host = self._found.host
+        host["stamp"][0] = self.number
+        host["num_nodes"][:] = 0
+        for index, draft in found.items():
+            num_nodes = draft.tree.num_nodes
+            host["num_nodes"][index] = num_nodes
+            host["tokens"][index, :num_nodes] = draft.tree.tokens
+            host["parents"][index, :num_nodes] = draft.tree.parents
+        self._found.send()
+
     def _send_tables(self, shape: _Shape) -> None:
         """Send block tables with the sequences' new blocks, for the steps launched after this."""
         if self._tables.shape[1] < shape.blocks:
@@ -579,7 +640,8 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
     def _lay_out(self, stage: _Stage, max_width: int) -> None:
         lay_out_rows(
             self._state,
-            self._trees,
+            self._drafted,
+            DraftedTrees(**self._found.device),
             stage.resident.batch.arrays.block_tables,
             stage.rows,
             block_size=self._runner.block_size,
@@ -610,7 +672,9 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         finish_step(self._state, self._outcome)
 
 
-def plain_memory(max_seats: int, device: torch.device) -> ResidentMemory:
-    """Return the memory for steps without a drafter."""
-    layout = ResidentLayout(seats=max_seats, tokens=1, nodes=1, hidden_width=0, hidden_dtype=torch.float32)
+def plain_memory(max_seats: int, max_nodes: int, device: torch.device) -> ResidentMemory:
+    """Return the memory for steps without a drafter on the device. ``max_nodes``: of a tree from the host."""
+    layout = ResidentLayout(
+        seats=max_seats, tokens=max_nodes, nodes=max_nodes, hidden_width=0, hidden_dtype=torch.float32
+    )
     return ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)

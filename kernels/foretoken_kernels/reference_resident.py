@@ -17,7 +17,8 @@ def join_seats_reference(seats: Seats, joining: Joining) -> None:
 
 def lay_out_rows_reference(
     seats: Seats,
-    trees: DraftedTrees,
+    drafted: DraftedTrees,
+    found: DraftedTrees,
     block_tables: torch.Tensor,
     rows: StepRows,
     block_size: int,
@@ -28,14 +29,16 @@ def lay_out_rows_reference(
     num_seats = len(rows.tree_starts)
     step = int(seats.step[0])
     for seat in range(num_seats):
-        is_drafted = int(trees.stamp[0]) == step > int(seats.joined[seat])
+        is_found = int(found.stamp[0]) == step and int(found.num_nodes[seat]) > 1
+        has_tree = is_found or int(drafted.stamp[0]) == step > int(seats.joined[seat])
+        trees = found if is_found else drafted
         start, end = int(rows.row_starts[seat]), int(rows.row_starts[seat + 1])
         left, length = int(seats.num_left[seat]), int(seats.lengths[seat])
         table = block_tables[seat].tolist()
         parents, tokens = trees.parents[seat].tolist(), trees.tokens[seat].tolist()
         count = 0
         if left > 0 and end > start:
-            count = max(min(int(trees.num_nodes[seat]), end - start, left), 1) if is_drafted else 1
+            count = max(min(int(trees.num_nodes[seat]), end - start, left), 1) if has_tree else 1
             if any(not (0 <= parents[i] < i and 0 <= tokens[i] < vocab_size) for i in range(1, count)):
                 count = 1
             depths = [0]

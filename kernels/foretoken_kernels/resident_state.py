@@ -57,7 +57,7 @@ class Joining(NamedTuple):
 
 
 class DraftedTrees(NamedTuple):
-    """Trees that a drafter wrote; their contents are not trusted.
+    """Trees that a drafter wrote, or that the host sent; their contents are not trusted.
 
     Attributes:
         stamp: int32 [1]; the trees are complete if it equals the seats' ``step``.

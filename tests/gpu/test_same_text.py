@@ -9,6 +9,7 @@ case is in tests/verifier_svc.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -82,6 +83,26 @@ def test_a_short_text_of_overlapped_steps(targets: Targets, kind: str, num_steps
     assert harness.speculator.drafters[0].counters.num_accepted_tokens > 0
 
 
+@pytest.mark.parametrize(("algorithms", "num_steps"), [(("NGRAM",), 0), (("EAGLE3", "NGRAM"), 2)])
+def test_a_short_text_with_lookups_in_overlapped_steps(
+    targets: Targets, algorithms: tuple[str, ...], num_steps: int, device: str
+) -> None:
+    """The client predicts the text with two wrong tokens; beside it another request drafts with the model."""
+    target = targets["llama"]
+    greedy = SamplingParams(temperature=0.0, max_tokens=14)
+    request = Request(text(1, 20), greedy, speculation=SpeculationOptions(drafter="ngram"))
+    other = Request(text(2, 9), SamplingParams(temperature=0.7, seed=3, max_tokens=9))
+    expected = [plain_on_cpu(target, each) for each in (request, other)]
+    prediction = [*expected[0].token_ids]
+    prediction[6:8] = [0, 0]
+    harness = on_device.harness(target, algorithms, device, num_steps=num_steps)
+    got = harness.run([replace(request, prediction=tuple(prediction)), other])
+    for have, want in zip(got, expected, strict=True):
+        assert_same(want, have, "with look-ups")
+    assert harness.engine.counters.num_steps == harness.engine.counters.num_resident_steps < 18
+    assert all(drafter.counters.num_accepted_tokens > 0 for drafter in harness.speculator.drafters)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_steps", [0, 3])
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -115,7 +136,7 @@ def test_the_text_is_that_of_the_cpu(
     expected = {case.field: [plain_on_cpu(target, request) for request in case.requests] for case in made}
     harness = on_device.harness(target, KINDS[kind][1], device, num_steps=num_steps)
     check(harness, made, expected, assert_same, kind)
-    if kind in ("none", "EAGLE", "EAGLE3", "STANDALONE", "MTP MiMo", "MTP Qwen3-Next"):
+    if kind in ("none", "NGRAM", "EAGLE", "EAGLE3", "STANDALONE", "MTP MiMo", "MTP Qwen3-Next"):
         assert harness.engine.counters.num_resident_steps > 20
 
 

@@ -26,10 +26,19 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], constants: dict[str, 
 def compile_all() -> None:
     """Compile chains and trees, with masks of one and two words."""
     sizes = dict.fromkeys(
-        ("num_rows", "max_blocks", "num_slots", "tree_stride", "table_stride", "vocab_size", "max_depth"),
+        (
+            "num_rows",
+            "max_blocks",
+            "num_slots",
+            "drafted_stride",
+            "found_stride",
+            "table_stride",
+            "vocab_size",
+            "max_depth",
+        ),
         "i32",
     )
-    rows = {"seats": SEATS, "trees": TREES, "block_tables": "*i32", "rows": ROWS} | sizes
+    rows = {"seats": SEATS, "drafted": TREES, "found": TREES, "block_tables": "*i32", "rows": ROWS} | sizes
     for nodes, words, warps in ((2, 1, 1), (32, 1, 1), (64, 1, 4), (128, 2, 4)):
         constants = {"BLOCK_SIZE": 16, "WORDS": words, "PADDED_WORDS": words, "NODES": nodes}
         compile_kernel(resident_rows._lay_out_rows, rows, constants, warps)

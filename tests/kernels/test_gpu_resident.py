@@ -34,6 +34,7 @@ BLOCK, BLOCKS, SLOTS, VOCAB, STEP = 4, 12, 200, 50, 7
 class State(NamedTuple):
     seats: Seats
     trees: DraftedTrees
+    found: DraftedTrees
     tables: torch.Tensor
     rows: StepRows
 
@@ -42,7 +43,11 @@ def clone(value: NamedTuple) -> NamedTuple:  # type: ignore[valid-type]
     return type(value)(*(item.clone() for item in value))  # type: ignore[attr-defined]
 
 
-def state_of(random: np.random.Generator, widths: list[int], nodes: int, words: int, device: str) -> State:
+def state_of(
+    random: np.random.Generator, widths: list[int], nodes: int, words: int, device: str, *, with_found: bool = False
+) -> State:
+    """Return seats whose drafted trees have up to ``nodes`` nodes, and found ones one node more."""
+
     def ints(*shape: int, low: int = 0, high: int = 5) -> torch.Tensor:
         return torch.from_numpy(random.integers(low, high, shape, np.int32)).to(device)
 
@@ -60,15 +65,20 @@ def state_of(random: np.random.Generator, widths: list[int], nodes: int, words: 
         ints(num_seats, low=STEP - 3, high=STEP + 1),
         torch.full((1,), STEP, dtype=torch.int32, device=device),
     )
-    parents = np.full((num_seats, nodes), -1, np.int32)
-    for node in range(1, nodes):
-        parents[:, node] = random.integers(0, node, num_seats)
-    trees = DraftedTrees(
-        torch.full((1,), STEP, dtype=torch.int32, device=device),
-        ints(num_seats, low=0, high=nodes + 2),
-        ints(num_seats, nodes, high=VOCAB),
-        torch.from_numpy(parents).to(device),
-    )
+
+    def trees(most: int) -> DraftedTrees:
+        parents = np.full((num_seats, most), -1, np.int32)
+        for node in range(1, most):
+            parents[:, node] = random.integers(0, node, num_seats)
+        return DraftedTrees(
+            torch.full((1,), STEP, dtype=torch.int32, device=device),
+            ints(num_seats, low=0, high=most + 2),
+            ints(num_seats, most, high=VOCAB),
+            torch.from_numpy(parents).to(device),
+        )
+
+    found = trees(nodes + 1)
+    found.stamp.fill_(STEP if with_found else STEP - 1)
 
     def filler(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.full(shape, 77, dtype=dtype, device=device)
@@ -81,17 +91,27 @@ def state_of(random: np.random.Generator, widths: list[int], nodes: int, words: 
         *(filler(num_rows) for _ in range(3)),
         *(filler(num_seats) for _ in range(4)),
     )
-    return State(seats, trees, ints(num_seats, BLOCKS, high=SLOTS // BLOCK), rows)
+    return State(seats, trees(nodes), found, ints(num_seats, BLOCKS, high=SLOTS // BLOCK), rows)
 
 
 def lay_out(state: State, max_width: int, max_depth: int = 100) -> StepRows:
     """Lay out rows with the kernel and the reference; they must agree."""
     expected = clone(state.rows)
     tables = state.tables
-    reference.lay_out_rows_reference(state.seats, state.trees, tables, expected, BLOCK, VOCAB, max_depth)  # type: ignore[arg-type]
+    reference.lay_out_rows_reference(
+        state.seats,
+        state.trees,
+        state.found,
+        tables,
+        expected,  # type: ignore[arg-type]
+        BLOCK,
+        VOCAB,
+        max_depth,
+    )
     lay_out_rows(
         state.seats,
         state.trees,
+        state.found,
         state.tables,
         state.rows,
         block_size=BLOCK,
@@ -110,10 +130,35 @@ def lay_out(state: State, max_width: int, max_depth: int = 100) -> StepRows:
     ("widths", "nodes", "words"), [([1, 1, 1], 1, 1), ([6, 1, 4], 6, 1), ([70, 3, 0, 70], 70, 2), ([140], 140, 3)]
 )
 def test_rows(widths: list[int], nodes: int, words: int, seed: int, device: str) -> None:
-    state = state_of(np.random.default_rng(seed), widths, nodes, words, device)
+    state = state_of(np.random.default_rng(seed), widths, nodes, words, device, with_found=seed % 2 == 1)
     rows = lay_out(state, max(widths))
     end = sum(widths)
     assert (rows.slot_mapping[end:] == 77).all(), "rows behind the seats' are nobody's to write"
+
+
+@pytest.mark.parametrize("stamp", [STEP, STEP - 1])
+def test_a_found_tree_replaces_the_drafted_one(stamp: int, device: str) -> None:
+    """The host knows who has the seat, so it may find a tree for one that has just joined."""
+    state = state_of(np.random.default_rng(3), [7, 7, 7, 2], 6, 1, device)
+    state.seats.num_left.fill_(9)
+    state.seats.joined[:] = torch.tensor([STEP, STEP, 0, STEP], dtype=torch.int32)
+    state.trees.num_nodes.fill_(4)
+    state.found.stamp.fill_(stamp)
+    state.found.num_nodes[:] = torch.tensor([7, 1, 0, 7], dtype=torch.int32)
+    rows = lay_out(state, 7)
+    is_found = stamp == STEP
+    assert rows.num_nodes.tolist() == ([7, 1, 4, 2] if is_found else [1, 1, 4, 1])
+    if is_found:
+        assert rows.tokens[1:7].tolist() == state.found.tokens[0, 1:].tolist()
+    assert rows.tokens[15:18].tolist() == state.trees.tokens[2, 1:4].tolist()
+
+
+def test_an_unsound_tree_that_was_found_is_a_root(device: str) -> None:
+    state = state_of(np.random.default_rng(1), [6, 6], 6, 1, device, with_found=True)
+    state.found.num_nodes.fill_(6)
+    state.seats.num_left.fill_(9)
+    state.found.tokens[0, 2] = VOCAB
+    assert lay_out(state, 6).num_nodes.tolist() == [1, 6]
 
 
 @pytest.mark.parametrize("num_seats", [1, 3, 150])

@@ -15,7 +15,7 @@ import torch
 from foretoken.errors import InvalidRequestError
 from foretoken.models.batch import ForwardBatch
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
-from foretoken.tree import DraftTree
+from foretoken.tree import DraftTree, depths
 from tests.support.hash_target import HashTarget
 from verifier_svc.sampling.allowed_tokens import CLOSED, TreeMasks
 from verifier_svc.sampling.grammar import Bits
@@ -37,6 +37,7 @@ class _Half:
     parts: list[Scheduled | None]
     batch: StepBatch | None
     logits: torch.Tensor
+    found: Mapping[int, Draft]
 
 
 class HostStep:
@@ -61,6 +62,7 @@ class HostStep:
         self._target, self.memory, self._order = target, memory, order
         self._block_size, self._scratch = block_size, num_blocks * block_size
         self._on_launch, self._is_stuck = on_launch, is_stuck
+        self.most_in_flight = 0
         self._num_releases = 0
         self.number = 0
         self.num_runs = 0
@@ -68,6 +70,8 @@ class HostStep:
         self.prefills: list[int] = []
         self.num_seated: list[int] = []
         self.num_bound = 0
+        # Trees of each step that came from the host.
+        self.num_found: list[int] = []
         self._unread: list[list[SeatResult]] = []
         self._half: _Half | None = None
         self.seats: list[Seat | None] = []
@@ -137,12 +141,13 @@ class HostStep:
             at += count
         return first
 
-    def launch(self, *, is_drafted: bool) -> None:
+    def launch(self, *, is_drafted: bool, found: Mapping[int, Draft]) -> None:
         assert len(self._unread) < MAX_IN_FLIGHT and self.is_bound
         if is_drafted:
             self._order.await_draft(self.number)
         self._on_launch(self.number + 1)
-        parts = [self._part(index, is_drafted) for index in range(len(self.seats))]
+        self.num_found.append(len(found))
+        parts = [self._part(index, is_drafted, found.get(index)) for index in range(len(self.seats))]
         self.num_seated.append(sum(seat is not None for seat in self.seats))
         live = [part for part in parts if part is not None]
         batch, logits = None, torch.zeros(0)
@@ -150,8 +155,9 @@ class HostStep:
         if live:
             batch = build_batch(live, self._block_size, self._scratch)
             logits = self._target.forward(batch.forward, self._features)
-        self._half = _Half(list(self.seats), parts, batch, logits)
+        self._half = _Half(list(self.seats), parts, batch, logits, found)
         self._unread.append([])
+        self.most_in_flight = max(self.most_in_flight, len(self._unread))
         if not any(seat is not None and seat.is_masked for seat in self.seats):
             self._conclude({})
 
@@ -184,6 +190,9 @@ class HostStep:
     def is_done(self) -> bool:
         return not self._is_stuck(self.number - len(self._unread) + 1, self._num_releases)
 
+    def wait(self) -> None:
+        """Results are there."""
+
     def receive(self) -> list[SeatResult]:
         return [
             result._replace(walk=followed(result.seat.sequence.sampler, result.walk))
@@ -192,7 +201,7 @@ class HostStep:
             for result in self._unread.pop(0)
         ]
 
-    def _part(self, index: int, is_drafted: bool) -> Scheduled | None:
+    def _part(self, index: int, is_drafted: bool, found: Draft | None) -> Scheduled | None:
         sequence, seat = self._ahead[index], self.seats[index]
         if sequence is None:
             return None
@@ -200,7 +209,12 @@ class HostStep:
         known = seat.sequence.block_ids
         tree = self._tree(index, sequence) if is_drafted and self.number > self._joined_at[index] else None
         part = Scheduled(sequence, 1, seat.width)
-        if tree is not None and tree.num_nodes > 1:
+        if found is not None:
+            assert seat.sequence.tokens == sequence.tokens, "a tree that does not follow the last step"
+            assert 1 < found.tree.num_nodes <= min(sequence.max_new_tokens, self.memory.layout.nodes)
+            assert int(depths(found.tree.parents).max()) < self.max_tokens
+            part.draft = found
+        elif tree is not None and tree.num_nodes > 1:
             number = tree.num_nodes
             part.draft = Draft(tree, [0] + [seat.number] * (number - 1), [0.0] * number, [0.0] * number)
         most = sequence.num_computed + part.num_rows
@@ -274,7 +288,7 @@ class HostStep:
             # Another may have the seat by now.
             if has_ended and self.seats[index] is seat:
                 self._ahead[index] = None
-            results.append(SeatResult(seat, walk, num_nodes))
+            results.append(SeatResult(seat, walk, num_nodes, half.found.get(index)))
         memory.stamp.fill_(self.number)
         return results
 
@@ -312,6 +326,6 @@ def _walk(part: Scheduled, first_row: int, logits: torch.Tensor, masks: TreeMask
     return walk_on_host(Walk(sequence, tree, first_row, sources), logits)
 
 
-def plain_memory(seats: int) -> ResidentMemory:
-    layout = ResidentLayout(seats, 1, 1, 0, torch.float32)
+def plain_memory(seats: int, nodes: int) -> ResidentMemory:
+    layout = ResidentLayout(seats, nodes, nodes, 0, torch.float32)
     return ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)

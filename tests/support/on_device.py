@@ -71,7 +71,7 @@ def harness(  # noqa: PLR0913 - an engine's settings
         graphs=graphs,
     )
     make_step = partial(ResidentStep, runner, walker, max_seats=MAX_RUNNING, simulated=simulated, graphs=graphs)
-    plain = make_step(plain_memory(MAX_RUNNING, backend.device), StreamOrder())
+    plain = make_step(plain_memory(MAX_RUNNING, max_nodes, backend.device), StreamOrder())
     run_ahead = RunAhead(make_step, plain, timeout_s=TIMEOUT_S)
     # In the interpreter there is nothing to compile.
     placement = ModelPlacement(backend, getattr(torch, dtype), graphs, warm=device == "cuda")

@@ -114,6 +114,7 @@ class Runs:
     ) -> None:
         target = target or HashTarget(VOCAB, num_blocks, BLOCK)
         self.steps: list[HostStep] = []
+        self.on_launch = on_launch
 
         def make(memory: ResidentMemory, order: StreamOrder) -> HostStep:
             step = HostStep(
@@ -122,14 +123,14 @@ class Runs:
                 order,
                 block_size=BLOCK,
                 num_blocks=num_blocks,
-                on_launch=on_launch,
+                on_launch=lambda number: self.on_launch(number),
                 # The first one made is for plain decode, which waits for nobody.
                 **({"is_stuck": is_stuck} if self.steps else {}),
             )
             self.steps.append(step)
             return step
 
-        ahead = RunAhead(make, make(plain_memory(SEATS), StreamOrder()), timeout_s=timeout_s)  # type: ignore[arg-type]
+        ahead = RunAhead(make, make(plain_memory(SEATS, NODES), StreamOrder()), timeout_s=timeout_s)  # type: ignore[arg-type]
         self.harness = Harness(
             target,
             vocab_size=VOCAB,

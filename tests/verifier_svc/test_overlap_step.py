@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from foretoken.models.backend import Backend
 from foretoken.models.device_sizes import PassSizes
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
+from foretoken.tree import DraftTree
 from tests.support.tiny_checkpoint import save_llama
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.model.device_runner import DeviceRunner
@@ -18,6 +21,7 @@ from verifier_svc.overlap_step import ResidentStep
 from verifier_svc.sampling.device_walker import DeviceWalker
 from verifier_svc.scheduling.batch import Scheduled, build_batch
 from verifier_svc.scheduling.block_manager import BlockTable
+from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.resident_seat import Seat
 from verifier_svc.scheduling.sequence import Sequence
 
@@ -77,20 +81,20 @@ class Steps:
         memory.draft_parents[index, :count] = torch.tensor(parents, dtype=torch.int32)
         memory.draft_stamp.fill_(self.step.number)
 
-    def run(self, *, is_drafted: bool = False) -> dict[int, list[int]]:
+    def run(self, *, is_drafted: bool = False, found: Mapping[int, Draft] | None = None) -> dict[int, list[int]]:
         """Run one step; return the tokens of each seat that took part."""
-        self.step.launch(is_drafted=is_drafted)
-        found: dict[int, list[int]] = {}
-        for seat, walk, num_nodes in self.step.receive():
+        self.step.launch(is_drafted=is_drafted, found=found or {})
+        tokens: dict[int, list[int]] = {}
+        for seat, walk, num_nodes, _ in self.step.receive():
             (index,) = (index for index, sequence in self.seated.items() if sequence is seat.sequence)
             assert num_nodes > 0
             seat.sequence.tokens.extend(walk.tokens)
             seat.sequence.num_computed += len(walk.tokens)
-            found[index] = walk.tokens
+            tokens[index] = walk.tokens
             assert int(self.memory.counts[index]) == len(walk.tokens)
             assert self.memory.new_tokens[index, : len(walk.tokens)].tolist() == walk.tokens
         assert self.memory.stamp.tolist() == [self.step.number]
-        return found
+        return tokens
 
     def text(self, prompt: list[int], count: int) -> list[int]:
         """Return a prompt's next tokens, each made by a step of its own with one seat."""
@@ -120,9 +124,50 @@ def sequence_of(prompt: list[int], slot: int, blocks: list[int]) -> Sequence:
     return sequence
 
 
+def draft_of(tokens: list[int], parents: list[int]) -> Draft:
+    """Return a tree of the third drafter."""
+    count = len(tokens)
+    tree = DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32))
+    return Draft(tree, [0] + [3] * (count - 1), [0.0] * count, [1.0] * count)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, hidden_size=HIDDEN)
+
+
+def test_a_tree_from_the_host_takes_the_place_of_the_drafters(folder: Path, device: str) -> None:
+    """It may have more rows than the drafter's, in the first step of a sequence too, and only in that step."""
+    steps = Steps(folder, device)
+    prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
+    texts = [steps.text(prompt, 7) for prompt in prompts]
+    for slot, prompt in enumerate(prompts):
+        sequence = sequence_of(prompt, slot, [4 * slot + block for block in range(4)])
+        steps.prefill(sequence, len(prompt) - 1)
+        steps.join(sequence, width=2)
+    found = {1: draft_of([13, texts[1][0], texts[1][1]], [-1, 0, 1])}
+    assert steps.run(found=found) == {0: texts[0][:1], 1: texts[1][:3]}
+    # The drafter has a tree for both. The second one's root has a wrong child before the right one.
+    wrong = (texts[1][3] + 1) % VOCAB
+    steps.draft(0, [texts[0][0], texts[0][1]], [-1, 0])
+    steps.draft(1, [texts[1][2], wrong], [-1, 0])
+    found = {1: draft_of([texts[1][2], wrong, texts[1][3], texts[1][4]], [-1, 0, 0, 2])}
+    assert steps.run(is_drafted=True, found=found) == {0: texts[0][1:3], 1: texts[1][3:6]}
+    assert steps.run() == {0: texts[0][3:4], 1: texts[1][6:7]}
+    steps.draft(0, [texts[0][3], texts[0][4]], [-1, 0])
+    assert steps.run(is_drafted=True)[0] == texts[0][4:6]
+
+
+def test_the_host_learns_whose_tree_was_verified(folder: Path, device: str) -> None:
+    steps = Steps(folder, device)
+    text = steps.text([5, 6, 7], 3)
+    sequence = sequence_of([5, 6, 7], 0, [0, 1, 2, 3])
+    steps.prefill(sequence, 2)
+    steps.join(sequence)
+    draft = draft_of([7, text[0]], [-1, 0])
+    steps.step.launch(is_drafted=False, found={0: draft})
+    ((_, walk, num_nodes, found),) = steps.step.receive()
+    assert (walk.tokens, walk.sources, num_nodes) == (text[:2], [3, 0], 2) and found is draft
 
 
 def test_hidden_states_are_those_of_the_pass_also_when_its_buffer_has_grown(folder: Path, device: str) -> None:
@@ -142,7 +187,7 @@ def test_captures_stay_within_the_largest_pass_and_write_no_kv_entries(folder: P
     """A server with small settings has fewer sizes to capture."""
     steps = Steps(folder, device, rows=40)
     cache = steps.runner.planes.fill_(1).clone()
-    assert len(list(steps.step.captures(EMBEDDING, [1, NODES]))) >= 2
+    assert len(list(steps.step.captures(EMBEDDING, [1, NODES], has_found=True))) >= 2
     assert torch.equal(steps.runner.planes, cache)
     assert steps.step.num_in_flight == 0 and not any(steps.step.seats)
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
-from foretoken.drafting import DraftRequest
+from foretoken.drafting import DraftRequest, TargetInfo
 from foretoken.resident import StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transports.transport import ROWS_PER_SLOT
-from tests.support.engine_harness import Request, assert_bits
+from tests.support.engine_harness import Request, Result, TestSource, assert_bits
 from tests.support.runs import (
     BLOCK,
+    NODES,
     SEATS,
     VOCAB,
     Runs,
@@ -33,6 +34,7 @@ from tests.support.runs import (
     prompt,
     with_grammar,
 )
+from tests.support.scripted_drafter import ScriptedDrafter
 from verifier_svc import overlap as run_ahead
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.messages import SequenceKey
@@ -103,17 +105,48 @@ def any_requests(draw: random.Random, seed: int, with_grammars: bool) -> list[Re
     return requests
 
 
+def looking_up(requests: list[Request], draw: random.Random) -> list[Request]:
+    """Return requests that use a look-up drafter too: some name it, some predict their output."""
+    found = []
+    for request in requests:
+        drafter = draw.choice(["auto", "merge", "lookup", "lookup", "oracle+lookup"])
+        found.append(
+            replace(
+                request,
+                speculation=replace(request.speculation, drafter=drafter),
+                prediction=tuple(prompt(draw.randrange(99), 20)) if draw.random() < 0.3 else (),
+            )
+        )
+    return found
+
+
+def lookup_of(requests: list[Request], expected: list[Result], seed: int) -> TestSource:
+    """Return a look-up drafter that knows the texts, and errs."""
+    outputs = {
+        (tuple(request.prompt), request.choice_index): [*request.output, *result.token_ids[len(request.output) :]]
+        for request, result in zip(requests, expected, strict=True)
+    }
+    info = TargetInfo("hash", VOCAB, 400, SEATS, NODES, 8, 2, BLOCK, 400, "")
+    return TestSource("lookup", ScriptedDrafter(outputs, seed=seed), info)
+
+
 class Disturbed:
-    """A course of requests that come and are ended at any time, with a drafter that comes and goes.
+    """A course of requests that come and are ended at any time, with drafters that come and go.
 
     Args:
-        comes_and_goes: whether the drafter does, is late, and has the shapes of trees changed.
+        comes_and_goes: whether drafters do, are late, and have the shapes of trees changed.
+        looks_up: whether there is a look-up drafter.
     """
 
-    def __init__(self, seed: int, *, drafts: bool, with_grammars: bool, comes_and_goes: bool) -> None:
+    def __init__(
+        self, seed: int, *, drafts: bool, with_grammars: bool, comes_and_goes: bool, looks_up: bool = False
+    ) -> None:
         self.draw = draw = random.Random(seed)
         self.requests = any_requests(draw, seed, with_grammars)
+        if looks_up:
+            self.requests = looking_up(self.requests, random.Random(seed))
         self.expected = plain(self.requests)
+        self._lookup = lookup_of(self.requests, self.expected, seed) if looks_up else None
         self.waiting = list(self.requests)
         self.keys: list[SequenceKey] = []
         self.ended: set[SequenceKey] = set()
@@ -122,8 +155,10 @@ class Disturbed:
             self.requests, self.expected, prompt_rows=chunk, spoil=lambda number: draw.random() < 0.2
         )
         self._comes_and_goes = drafts and comes_and_goes
+        self._is_disturbed = comes_and_goes
+        sources: list[Any] = [self.oracle] if drafts else []
         self.runs = Runs(
-            [self.oracle] if drafts else [],
+            [*sources, self._lookup] if self._lookup is not None else sources,
             num_blocks=draw.choice([37, 44, 90]),
             max_running=draw.choice([2, 4, 8]),
             max_batch_size=draw.choice([0, 0, 3]),
@@ -163,6 +198,11 @@ class Disturbed:
             for sequence in (*harness.scheduler.running, *harness.scheduler.waiting):
                 if sequence.key == key:
                     sequence.deadline = 0.0
+        if self._lookup is not None and self._is_disturbed and draw.random() < 0.03:
+            if self._lookup.transport is None:
+                self._lookup.start()
+            else:
+                self._lookup.kill()
         if not self._comes_and_goes or draw.random() > 0.03:
             return
         if self.oracle.is_closed:
@@ -212,6 +252,23 @@ def test_any_course_of_requests(
     course.run()
     assert course.runs.num_ahead > 20
     assert not with_grammars or sum(step.num_bound for step in course.runs.steps) > 1
+
+
+@pytest.mark.parametrize(
+    ("drafts", "with_grammars", "comes_and_goes"),
+    [(False, False, False), (False, True, True), (True, False, False), (True, True, False), (True, True, True)],
+)
+@pytest.mark.parametrize("seed", [*range(5), 77])
+def test_any_course_of_requests_with_lookups(
+    seed: int, drafts: bool, with_grammars: bool, comes_and_goes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look-up drafter is sent each token once, and errs; its trees are larger than the model's."""
+    monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", seed % 3 * 5)
+    monkeypatch.setattr(controllers, "PLAIN_AFTER", 4)
+    course = Disturbed(seed, drafts=drafts, with_grammars=with_grammars, comes_and_goes=comes_and_goes, looks_up=True)
+    course.run()
+    found = sum(sum(step.num_found) for step in course.runs.steps)
+    assert found > 2 or with_grammars
 
 
 class NumberedOrder(StreamOrder):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from foretoken.tree import DraftTree
+from foretoken.tree import DraftTree, depths
 
 
 class DrafterShare(NamedTuple):
@@ -57,10 +57,20 @@ class Draft(NamedTuple):
         num_nodes = self.tree.num_nodes
         if count >= num_nodes:
             return self
-        tokens, parents = self.tree.tokens.tolist(), self.tree.parents.tolist()
         chances = self.path_chances()
         # A parent sorts before its child: its chance is no smaller, and the sort is stable.
-        kept = sorted(sorted(range(num_nodes), key=lambda node: -chances[node])[:count])
+        return self._of(sorted(sorted(range(num_nodes), key=lambda node: -chances[node])[:count]))
+
+    def to_depth(self, most: int) -> Draft:
+        """Return a draft of the nodes with at most ``most`` edges above them."""
+        levels = depths(self.tree.parents).tolist()
+        if max(levels) <= most:
+            return self
+        return self._of([node for node, level in enumerate(levels) if level <= most])
+
+    def _of(self, kept: list[int]) -> Draft:
+        """Return a draft of these nodes, whose parents are among them, in order."""
+        tokens, parents, chances = self.tree.tokens.tolist(), self.tree.parents.tolist(), self.path_chances()
         places = {node: place for place, node in enumerate(kept)}
         tree = DraftTree(
             np.array([tokens[node] for node in kept], np.int32),

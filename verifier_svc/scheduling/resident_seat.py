@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from foretoken.sampling import has_token_masks
 from verifier_svc.sampling.verify import WalkResult
+from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.sequence import Sequence
 
 # Most steps that are launched and not yet read: one runs, the next one waits for it.
@@ -20,7 +21,8 @@ class Seat:
 
     Attributes:
         sequence: its last token is the root of its next tree.
-        width: rows of its next step: most nodes of its tree, including the root.
+        width: rows of its next step: most nodes of the drafter's tree, including the root. A tree from the
+            host may take more.
         number: the drafter's number, which marks drafted tokens in ``WalkResult.sources``.
         is_new: whether no result has been read: the first token ends the prefill.
         has_stepped: whether a step of this seat has been read. Its first step has only a root.
@@ -45,12 +47,15 @@ class Seat:
 class SeatResult(NamedTuple):
     """A step's result for one seat.
 
-    ``num_nodes``: nodes of the verified tree, including the root; 0 if the sequence took no part.
+    Attributes:
+        num_nodes: nodes of the verified tree, including the root; 0 if the sequence took no part.
+        found: the tree that the host gave it for this step; None: the drafter's tree, or a root.
     """
 
     seat: Seat
     walk: WalkResult
     num_nodes: int
+    found: Draft | None = None
 
 
 class SeatTree(NamedTuple):

@@ -142,6 +142,14 @@ class Controller:  # large: the figures of one decision and of its probes
         """Return the seconds that a step of ``batch`` sequences should take without prompts."""
         return self._costs.estimate(shape, batch)
 
+    def expected_tokens(self, shape: Shape) -> float:
+        """Return the tokens that a row of this shape yields a step."""
+        return self._acceptance.tokens(shape)
+
+    def draft_s(self, shape: Shape, batch: int) -> float:
+        """Return the seconds of a step of this shape beside the target's pass."""
+        return max(self._costs.estimate(shape, batch) - self._costs.verify(batch * shape.nodes), 0.0)
+
     def explain(self) -> Mapping[str, str | float]:
         """Return the figures behind the present choice. Tokens a second are those of the whole batch."""
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import TreeBounds
@@ -46,6 +47,14 @@ class StepCosts:
         for i in range(len(self._rows)):
             weight = CURVE_SMOOTHING / (1 + 2 * abs(i - index))
             self._seconds[i] *= 1 + weight * (ratio - 1)
+
+
+class StepBase(NamedTuple):
+    """A step before its drafts are chosen: rows, expected tokens, and seconds beside the pass."""
+
+    rows: int
+    tokens: float
+    seconds: float
 
 
 class DraftCosts:
@@ -93,22 +102,34 @@ class DraftCosts:
             best = max(best, expected * plain_s / self._step_s(batch * count))
         return best
 
-    def best_counts(self, drafts: Sequence[Draft], batch: int) -> list[int]:
-        """Return how many nodes of each draft, with its root, make a step of ``batch`` rows fastest in tokens a second.
+    def base(self, batch: int) -> StepBase:
+        """Return a step of ``batch`` roots that has waited for drafts as long as this one has."""
+        return StepBase(batch, float(batch), self._waited_s)
 
-        What the step has waited for drafts counts. Rows without a draft verify their root. The likeliest nodes of all
-        rows are taken first, as long as the step gains by them: a node must be worth what it costs the whole batch.
+    def best_counts(self, drafts: Sequence[Draft], base: StepBase, free: Sequence[int]) -> list[int]:
+        """Return how many nodes of each draft, with its root, make a step fastest in tokens a second.
+
+        The likeliest nodes of all drafts are taken first, as long as the step gains by them: a node must be worth what
+        it costs the whole batch.
+
+        Args:
+            base: the step without any further node.
+            free: how many nodes of each draft the base has, with its root.
         """
-        nodes = [(chance, row) for row, draft in enumerate(drafts) for chance in draft.path_chances()[1:]]
+        nodes = [
+            (chance, row)
+            for row, draft in enumerate(drafts)
+            for chance in sorted(draft.path_chances(), reverse=True)[free[row] :]
+        ]
         nodes.sort(reverse=True)
-        expected = float(batch)
-        best, best_rate = 0, expected / (self._step_s(batch) + self._waited_s)
+        expected = base.tokens
+        best, best_rate = 0, expected / (self._step_s(base.rows) + base.seconds)
         for count, (chance, _) in enumerate(nodes, start=1):
             expected += chance
-            rate = expected / (self._step_s(batch + count) + self._waited_s)
+            rate = expected / (self._step_s(base.rows + count) + base.seconds)
             if rate > best_rate:
                 best, best_rate = count, rate
-        counts = [1] * len(drafts)
+        counts = list(free)
         for _, row in nodes[:best]:
             counts[row] += 1
         return counts

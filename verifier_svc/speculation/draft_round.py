@@ -99,12 +99,16 @@ class DraftRound(ABC):
                     rows.append(row)
         return rows
 
-    def rows_to_draft(self, drafter: DrafterHandle, attachment: Attachment, plans: list[DraftPlan]) -> list[Row]:
-        """Return the rows that ask a drafter for what was planned."""
+    def rows_to_draft(
+        self, drafter: DrafterHandle, attachment: Attachment, plans: list[DraftPlan], *, max_depth: int | None = None
+    ) -> list[Row]:
+        """Return the rows that ask a drafter for what was planned. ``max_depth``: most edges from a root."""
         rows = []
         for plan in plans:
             if drafter in plan.drafters:
                 shape = self._bounds.of_row(self.has_model, plan.reach, plan.most)
+                if max_depth is not None:
+                    shape = shape._replace(depth=min(shape.depth, max_depth))
                 awaited = plan.awaited and attachment.can_afford_wait()
                 row = attachment.sent.row(plan.sequence, shape, awaited=awaited, captured=self._capture.layers)
                 if row is not None:
@@ -132,11 +136,29 @@ class LookupRound(DraftRound):
     def gate(self, sequence: Sequence) -> Gate:
         return self._rows.of(sequence).lookup_gate
 
-    def run(self, plans: list[DraftPlan]) -> Found:
-        """Ask for what was planned, and wait for what the drafters have."""
+    def asks(self, sequence: Sequence) -> bool:
+        """Return whether a row has drafters of this round."""
+        return any(not drafter.has_model for drafter in self._routing.of(sequence))
+
+    def send(self, plans: list[DraftPlan], prompts: Seq[Sequence], others: Seq[Sequence], *, least: int) -> None:
+        """Ask for what was planned and send what is new of sequences. ``read_scouts`` reads the answers.
+
+        ``least``: new tokens of one of ``others`` for which it is sent.
+        """
+        for drafter, attachment in self.attached():
+            behind = [s for s in others if len(s.tokens) - attachment.sent.length(s) >= least]
+            rows = self.rows_to_send(drafter, attachment, [*prompts, *behind])
+            attachment.post(rows + self.rows_to_draft(drafter, attachment, plans))
+            attachment.collect(self._worth_s)
+
+    def run(self, plans: list[DraftPlan], *, max_depth: int | None = None) -> Found:
+        """Ask for what was planned, and wait for what the drafters have.
+
+        ``max_depth``: most edges from the root of a tree.
+        """
         found: Found = {}
         for drafter, attachment in self.attached():
-            attachment.post(self.rows_to_draft(drafter, attachment, plans))
+            attachment.post(self.rows_to_draft(drafter, attachment, plans, max_depth=max_depth))
             self.collect(attachment, found)
         for plan in plans:
             if plan.key in found and all(draft.tree.num_nodes == 1 for draft in found[plan.key]):

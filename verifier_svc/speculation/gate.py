@@ -22,6 +22,8 @@ PROBE_TOKENS = 3
 # Replies without a draft in a row after which asking pauses, and the longest pause in steps.
 PATIENT_MISSES = 2
 LONGEST_PAUSE = 16
+# The chance of a chain from which its end is worth nothing.
+LEAST_CHANCE = 1e-3
 
 
 def best_reach(acceptance: float, most: int, relative_costs: Sequence[float]) -> tuple[int, float]:
@@ -32,6 +34,8 @@ def best_reach(acceptance: float, most: int, relative_costs: Sequence[float]) ->
     best, best_rate, expected, power = 0, 1.0, 1.0, 1.0
     for k in range(1, most + 1):
         power *= acceptance
+        if power < LEAST_CHANCE:
+            break
         expected += power
         rate = expected / relative_costs[k]
         if rate > best_rate:
@@ -83,9 +87,8 @@ class Gate:
             self._pause -= 1
             return 0
         best, self.rate = best_reach(self.acceptance, most, relative_costs)
-        self._probing = False
         if best:
-            self._shut_steps = 0
+            self._shut_steps, self._probing = 0, False
             self._probe_after = FIRST_PROBE_AFTER
             return best
         self._shut_steps += 1
@@ -105,6 +108,8 @@ class Gate:
         # The token after the last accepted one was tried too, unless the draft ended there.
         self._trials = self._trials * MEMORY + min(num_accepted + 1, depth)
         if self._probing:
+            # In overlapped steps the next step's number was chosen before this.
+            self._probing = False
             # An accepted probe has failed too, unless the gate opens on it.
             self._probe_after = min(self._probe_after * 2, RAREST_PROBE_AFTER)
         if num_accepted:
@@ -113,6 +118,13 @@ class Gate:
         elif self._misses > PATIENT_MISSES:
             # What scouting found was worth nothing.
             self._scout()
+
+    def pauses(self) -> bool:
+        """Return whether nothing is asked in the next step because of misses; then count that step."""
+        if not self._pause:
+            return False
+        self._pause -= 1
+        return True
 
     def pass_steps(self, count: int) -> None:
         """Count steps without a call of ``num_tokens``: pauses, and the time to the next probe, are in steps."""

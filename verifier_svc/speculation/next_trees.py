@@ -51,6 +51,6 @@ class NextTrees:
         most = {key: max(plan.most for plan in plans[key]) for key in drafts if key in plans}
         drafts = {key: draft.best(1 + most[key]) if key in most else draft for key, draft in drafts.items()}
         if not self._bounds.is_fixed and drafts:
-            counts = self._costs.best_counts(list(drafts.values()), batch)
+            counts = self._costs.best_counts(list(drafts.values()), self._costs.base(batch), [1] * len(drafts))
             drafts = {key: draft.best(count) for (key, draft), count in zip(drafts.items(), counts, strict=True)}
         self._drafts = {key: draft for key, draft in drafts.items() if draft.tree.num_nodes > 1}

@@ -14,16 +14,7 @@ from verifier_svc.speculation.capture import Capture
 from verifier_svc.speculation.controllers import DrafterControllers
 from verifier_svc.speculation.next_trees import NextTrees
 from verifier_svc.speculation.resident_drafting import ResidentDrafting
-from verifier_svc.speculation.routing import AUTO, DrafterRouting
-from verifier_svc.speculation.row_state import RowStates
-
-# Steps that overlap beside look-up drafters that had found nothing: they must see the tokens to find something.
-LOOKUP_RESTS = 16
-
-
-# Sequences up to which a look-up drafter is asked beside a model: it must see a step's tokens, so the whole batch then
-# waits for the host.
-MOST_WITH_LOOKUP = 4
+from verifier_svc.speculation.routing import DrafterRouting
 
 
 class OverlapBlock(Enum):
@@ -31,8 +22,7 @@ class OverlapBlock(Enum):
 
     HOST_WORK = "host_work"  # logprobs of a prompt: the host works between two steps
     NO_FREE_BLOCKS = "no_free_blocks"
-    SEVERAL_DRAFTERS = "several_drafters"
-    LOOKUP_DRAFTER = "lookup_drafter"  # it must see the tokens of a step before it drafts the next
+    SEVERAL_DRAFTERS = "several_drafters"  # with a model each
     NOT_ATTACHED = "not_attached"
     OTHER_HIDDEN_STATES = "other_hidden_states"  # the target captures more than the one drafter wants
     NO_DEVICE_MEMORY = "no_device_memory"  # the drafter is not on the target's GPU
@@ -48,43 +38,31 @@ class OverlapPolicy:
     def __init__(
         self,
         routing: DrafterRouting,
-        rows: RowStates,
         capture: Capture,
         trees: NextTrees,
         limit: BatchLimit,
         controllers: DrafterControllers,
     ) -> None:
-        self._routing, self._rows, self._capture = routing, rows, capture
+        self._routing, self._capture = routing, capture
         self._trees, self._limit = trees, limit
         self.controllers = controllers
 
-    def drafting(
-        self, running: Seq[Sequence], waiting: Seq[Sequence], *, has_asked: bool
-    ) -> ResidentDrafting | OverlapBlock:
+    def drafting(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> ResidentDrafting | OverlapBlock:
         """Return who drafts while steps overlap: one model on the target's GPU, or nobody; else what prevents it.
 
-        Args:
-            waiting: the sequences that could start now.
-            has_asked: whether the last step asked the look-up drafters.
+        Look-up drafters are asked beside it (Lookups).
+
+        ``waiting``: the sequences that could start now.
         """
         sequences = [*running, *waiting]
         if any(map(needs_host, sequences)):
             return OverlapBlock.HOST_WORK
         if self._limit.is_exceeded(len(sequences)):
             return ResidentDrafting(is_above_limit=True)
-        is_large = len(sequences) > MOST_WITH_LOOKUP
-        wanted = [(sequence, self._drafters_of(sequence, is_large=is_large)) for sequence in sequences]
+        wanted = [(sequence, self._models_of(sequence)) for sequence in sequences]
         drafters = {drafter.number: drafter for _, found in wanted for drafter in found}
-        rests = any(
-            len(found) < len(self._routing.of(sequence))
-            for sequence, found in wanted
-            if not (is_large and any(drafter.has_model for drafter in found))
-        )
-        if rests and not has_asked:
-            return OverlapBlock.LOOKUP_DRAFTER
-        most_steps = LOOKUP_RESTS if rests else None
         if not drafters:
-            return ResidentDrafting(most_steps=most_steps)
+            return ResidentDrafting()
         if len(drafters) > 1:
             return OverlapBlock.SEVERAL_DRAFTERS
         (drafter,) = drafters.values()
@@ -94,27 +72,20 @@ class OverlapPolicy:
         block = self._block(drafter, attachment)
         if block is not None:
             return block
-        undrafted = self._trees.undrafted if has_asked else ()
+        undrafted = self._trees.undrafted if self._trees.were_asked_for else ()
         if any((sequence.slot, sequence.generation) in undrafted for sequence, found in wanted if found):
             return OverlapBlock.UNDRAFTED_ROW
         controller = self.controllers.of(drafter)
         if controller.rests:
-            return ResidentDrafting(controller=controller, most_steps=most_steps, is_large=is_large)
-        drafting = ResidentDrafting(
-            drafter,
-            attachment,
-            controller=controller,
-            captured=self._capture.layers,
-            most_steps=most_steps,
-            is_large=is_large,
-        )
+            return ResidentDrafting(controller=controller)
+        drafting = ResidentDrafting(drafter, attachment, controller=controller, captured=self._capture.layers)
         for sequence in running:
             self.start(sequence, drafting)
         return drafting
 
     def start(self, sequence: Sequence, drafting: ResidentDrafting) -> None:
         """Draft for a running sequence of a run if its request wants that."""
-        if drafting.attachment is not None and self._drafters_of(sequence):
+        if drafting.attachment is not None and self._models_of(sequence):
             drafting.add(sequence)
 
     def joins(self, sequence: Sequence, drafting: ResidentDrafting) -> bool:
@@ -123,13 +94,7 @@ class OverlapPolicy:
             return False
         if drafting.is_above_limit:
             return True
-        found = self._drafters_of(sequence, is_large=drafting.is_large)
-        rests = len(found) < len(self._routing.of(sequence)) and not (
-            drafting.is_large and any(drafter.has_model for drafter in found)
-        )
-        if rests and drafting.most_steps is None:
-            # A look-up drafter may rest for a few steps only.
-            return False
+        found = self._models_of(sequence)
         number = drafting.controller.number if drafting.controller is not None else 0
         return not found or [drafter.number for drafter in found] == [number]
 
@@ -143,8 +108,6 @@ class OverlapPolicy:
 
     def _block(self, drafter: DrafterHandle, attachment: Attachment) -> OverlapBlock | None:
         """Return what keeps the one drafter of a batch from drafting ahead, or None."""
-        if not drafter.has_model:
-            return OverlapBlock.LOOKUP_DRAFTER
         if attachment.needs.features != self._capture.layers:
             return OverlapBlock.OTHER_HIDDEN_STATES
         if not attachment.has_resident:
@@ -157,21 +120,9 @@ class OverlapPolicy:
             return OverlapBlock.NO_WAIT_BUDGET
         return None
 
-    def _drafters_of(self, sequence: Sequence, *, is_large: bool = False) -> Seq[DrafterHandle]:
-        """Return the drafters of a row that must be asked before each step.
-
-        Where the server chooses, it leaves a look-up drafter aside for a run if that has found nothing for the next
-        step, and for a few steps if the client has said what comes. Beside a model it does so in any large batch.
-        """
-        drafters = self._routing.of(sequence)
-        draft = self._trees.of(sequence)
-        has_prediction = sequence.prediction_ids and self._rows.of(sequence).lookup_gate.expects_drafts
-        if sequence.speculation.drafter != AUTO or has_prediction:
-            return drafters
-        if is_large and any(drafter.has_model for drafter in drafters):
-            return [drafter for drafter in drafters if drafter.has_model]
-        proposed = draft.sources if draft is not None else []
-        return [drafter for drafter in drafters if drafter.has_model or drafter.number in proposed]
+    def _models_of(self, sequence: Sequence) -> list[DrafterHandle]:
+        """Return the drafters of a row that have a model."""
+        return [drafter for drafter in self._routing.of(sequence) if drafter.has_model]
 
     def still_drafts(self, drafting: ResidentDrafting, running: Seq[Sequence], waiting: Seq[Sequence]) -> bool:
         """Return whether a run would begin again with the same drafter, or again with none.
@@ -180,7 +131,7 @@ class OverlapPolicy:
         """
         if not drafting.is_current or not self._routing.is_as_attached:
             return False
-        if drafting.drafter is not None and not drafting.has_drafted and not any(map(self._drafters_of, waiting)):
+        if drafting.drafter is not None and not drafting.has_drafted and not any(map(self._models_of, waiting)):
             return False
         return self._limit.is_exceeded(len(running) + len(waiting)) == drafting.is_above_limit
 

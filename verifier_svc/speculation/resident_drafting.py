@@ -42,8 +42,6 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         controller: chooses the shape of the batch's trees; without a drafter, when to draft again.
         captured: layers whose hidden states the target captures.
         is_above_limit: whether the batch is too large to draft for.
-        most_steps: most steps of the run. None: any number.
-        is_large: whether the batch is too large to ask look-up drafters beside a model.
     """
 
     def __init__(
@@ -54,15 +52,11 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         controller: DrafterController | None = None,
         captured: tuple[int, ...] = (),
         is_above_limit: bool = False,
-        most_steps: int | None = None,
-        is_large: bool = False,
     ) -> None:
         self.drafter, self.attachment = drafter, attachment
         self.controller = controller
         self.features = captured
         self.is_above_limit = is_above_limit
-        self.most_steps = most_steps
-        self.is_large = is_large
         # Most tokens that steps in flight may add to a sequence.
         self._most_in_flight = MAX_IN_FLIGHT * self.memory.layout.tokens if self.memory is not None else 0
         # The shape of the trees that the next request asks for.
@@ -153,6 +147,19 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         if most is None or most >= self.shape.nodes - 1:
             return self.shape
         return Shape(1 + most, min(self.shape.depth, max(most, 1)), self.shape.branches)
+
+    def expected_tokens(self, sequence: Sequence) -> float:
+        """Return the tokens that a step with the drafter's tree should yield for a sequence."""
+        shape = self.shape_of(sequence)
+        if shape == NO_DRAFT or self.controller is None:
+            return 1.0
+        return self.controller.controller.expected_tokens(shape)
+
+    def draft_s(self, batch: int) -> float:
+        """Return the seconds that a step of ``batch`` sequences waits for the drafter's trees."""
+        if self.shape == NO_DRAFT or self.controller is None:
+            return 0.0
+        return self.controller.controller.draft_s(self.shape, batch)
 
     # What the drafter is sent.
 

@@ -24,9 +24,11 @@ from verifier_svc.speculation.controllers import DrafterControllers
 from verifier_svc.speculation.costs import DraftCosts, StepCosts
 from verifier_svc.speculation.draft_round import Found, LookupRound, ModelRound
 from verifier_svc.speculation.fallbacks import Fallbacks
+from verifier_svc.speculation.lookups import GapTimes, Lookups
 from verifier_svc.speculation.next_trees import NextTrees
 from verifier_svc.speculation.overlap_policy import OverlapPolicy
 from verifier_svc.speculation.plan import DraftPlan
+from verifier_svc.speculation.resident_drafting import ResidentDrafting
 from verifier_svc.speculation.routing import AUTO, DrafterRouting
 from verifier_svc.speculation.row_state import RowStates
 
@@ -57,7 +59,6 @@ class Speculator:
         self.trees = NextTrees(self.costs, bounds)
         self.overlap = OverlapPolicy(
             self._routing,
-            self.rows,
             self.hidden_states,
             self.trees,
             self.limit,
@@ -67,6 +68,7 @@ class Speculator:
         shared = (self._routing, self.rows, self.hidden_states, self.costs, bounds)
         self.lookup_round, self.model_round = LookupRound(*shared), ModelRound(*shared)
         self._bounds = bounds
+        self._gaps = GapTimes()
         # What look-up drafters have for the next step.
         self._found: Found = {}
         # Rows that the next steps will have.
@@ -181,16 +183,29 @@ class Speculator:
         self.costs.end_waits(self.drafters)
         self.trees.choose(found, self._batch)
 
-    def begin_overlap(self) -> None:
-        """Forget the trees of the next step: overlapped steps begin with roots."""
-        self.trees.clear()
+    def begin_overlap(self, drafting: ResidentDrafting, running: Seq[Sequence], max_depth: int) -> Lookups:
+        """Begin a run of overlapped steps. Return its look-ups, with the trees of the next step.
 
-    def end_overlap(self, num_steps: int, decoding: Seq[Sequence]) -> None:
+        Args:
+            running: the sequences that run.
+            max_depth: most edges from the root of a tree in overlapped steps.
+        """
+        found = {sequence: draft for sequence in running if (draft := self.trees.of(sequence)) is not None}
+        self.trees.clear()
+        return Lookups(
+            self.lookup_round,
+            self.costs,
+            self._gaps,
+            self._bounds,
+            drafting,
+            found,
+            max_depth=max_depth,
+            is_on=not drafting.is_above_limit,
+        )
+
+    def end_overlap(self, lookups: Lookups, num_steps: int, decoding: Seq[Sequence]) -> None:
         """Count ``num_steps`` overlapped steps, after which ``decoding`` still run."""
-        # Answers to the step before the run: pauses for them were over within the run.
-        self.lookup_round.read_scouts()
-        for sequence in decoding:
-            self.lookup_round.gate(sequence).pass_steps(num_steps)
+        lookups.end(num_steps, decoding)
         self.costs.begin_step(self.drafters, len(decoding), num_steps)
 
     def observe(self, sequence: Sequence, draft: Draft, matched: Seq[int], shares: Seq[DrafterShare]) -> None:

@@ -16,13 +16,15 @@ _NO_NODE = tl.constexpr(NO_NODE)
 @triton.jit(do_not_specialize=["num_rows", "max_blocks", "num_slots", "max_depth"])
 def _lay_out_rows(
     seats,
-    trees,
+    drafted,
+    found,
     block_tables,
     rows,
     num_rows,
     max_blocks,
     num_slots,
-    tree_stride,
+    drafted_stride,
+    found_stride,
     table_stride,
     vocab_size,
     max_depth,
@@ -41,14 +43,22 @@ def _lay_out_rows(
     is_row = node < width
 
     step = tl.load(seats.step)
-    drafted = (tl.load(trees.stamp) == step) & (step > tl.load(seats.joined + seat))
-    count = tl.minimum(tl.minimum(tl.load(trees.num_nodes + seat), left), tl.minimum(width, tree_stride))
-    count = tl.where(drafted, tl.maximum(count, 1), 1)
+    num_found = tl.load(found.num_nodes + seat)
+    is_found = (tl.load(found.stamp) == step) & (num_found > 1)
+    is_drafted = (tl.load(drafted.stamp) == step) & (step > tl.load(seats.joined + seat))
+    num_nodes = tl.where(is_found, num_found, tl.load(drafted.num_nodes + seat))
+    stride = tl.where(is_found, found_stride, drafted_stride)
+    count = tl.minimum(tl.minimum(num_nodes, left), tl.minimum(width, stride))
+    count = tl.where(is_found | is_drafted, tl.maximum(count, 1), 1)
     count = tl.where((left > 0) & (width > 0), count, 0)
     is_child = (node > 0) & (node < count)
-    at = seat.to(tl.int64) * tree_stride + node
-    parent = tl.load(trees.parents + at, mask=is_child, other=0)
-    token = tl.load(trees.tokens + at, mask=is_child, other=0)
+    at = seat.to(tl.int64) * stride + node
+    from_host = (node > 0) & (node < tl.where(is_found, count, 0))
+    from_drafter = (node > 0) & (node < tl.where(is_found, 0, count))
+    parent = tl.load(drafted.parents + at, mask=from_drafter, other=0)
+    parent += tl.load(found.parents + at, mask=from_host, other=0)
+    token = tl.load(drafted.tokens + at, mask=from_drafter, other=0)
+    token += tl.load(found.tokens + at, mask=from_host, other=0)
     is_bad = is_child & ((parent < 0) | (parent >= node) | (token < 0) | (token >= vocab_size))
     count = tl.where(tl.sum(is_bad.to(tl.int32), axis=0) > 0, tl.minimum(count, 1), count)
     is_node = node < count
@@ -106,7 +116,8 @@ def _lay_out_rows(
 
 def lay_out_rows(
     seats: Seats,
-    trees: DraftedTrees,
+    drafted: DraftedTrees,
+    found: DraftedTrees,
     block_tables: torch.Tensor,
     rows: StepRows,
     *,
@@ -118,11 +129,14 @@ def lay_out_rows(
 ) -> None:
     """Fill ``rows`` except ``row_starts``; reference_resident.lay_out_rows_reference defines it.
 
-    A tree without the seats' step as its stamp, one that was drafted before the sequence joined, an
+    A seat's tree is the one that was found for it, if there is one, else the drafted one. A tree
+    without the seats' step as its stamp, one that was drafted before the sequence joined, an
     invalid tree, or a tree that is too deep becomes a root alone. A tree that is too large for its
     rows, or for the tokens that may still be emitted, is cut: ancestors come first.
 
     Args:
+        drafted: the trees of the drafter on this device.
+        found: trees from the host; a seat with at most one node has none.
         block_tables: int32 [seats, blocks].
         num_slots: KV slots in the cache.
         vocab_size: drafted tokens must be below this.
@@ -133,13 +147,15 @@ def lay_out_rows(
     words = rows.masks.shape[1]
     _lay_out_rows[(num_seats,)](
         seats,
-        trees,
+        drafted,
+        found,
         block_tables,
         rows,
         len(rows.token_ids),
         block_tables.shape[1],
         num_slots,
-        trees.tokens.shape[1],
+        drafted.tokens.shape[1],
+        found.tokens.shape[1],
         block_tables.stride(0),
         vocab_size,
         max_depth,

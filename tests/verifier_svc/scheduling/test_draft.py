@@ -36,6 +36,12 @@ def is_sound(draft: Draft) -> bool:
     return draft.tree.is_valid(ROOT, 99, draft.tree.num_nodes) and draft.sources[0] == 0 and draft.chances[0] == 1.0
 
 
+@given(drafts(), st.integers(0, 9))
+def test_nodes_to_a_depth(draft: Draft, most: int) -> None:
+    cut = draft.to_depth(most)
+    assert is_sound(cut) and paths(cut) == [path for path in paths(draft) if len(path) <= most]
+
+
 @given(drafts(), st.integers(1, 12))
 def test_the_best_nodes_are_a_tree_of_the_likeliest(draft: Draft, count: int) -> None:
     best = draft.best(count)

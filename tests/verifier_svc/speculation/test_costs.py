@@ -15,7 +15,7 @@ from verifier_svc.drafters.counters import DrafterCounters
 from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.drafters.waits import DraftTimes
 from verifier_svc.scheduling.draft import Draft
-from verifier_svc.speculation.costs import DraftCosts, StepCosts
+from verifier_svc.speculation.costs import DraftCosts, StepBase, StepCosts
 
 
 def chain(*chances: float) -> Draft:
@@ -29,19 +29,23 @@ def costs_of(measured: dict[int, float]) -> DraftCosts:
     return DraftCosts(StepCosts(measured), TreeBounds(8))
 
 
+def best_counts(costs: DraftCosts, drafts: list[Draft], batch: int) -> list[int]:
+    return costs.best_counts(drafts, costs.base(batch), [1] * len(drafts))
+
+
 def test_a_node_is_worth_what_it_costs_the_whole_batch() -> None:
     # One more row always takes 1 s. A plain step makes 0.8 tokens a second with 8 rows, and half a
     # token with one.
     costs = costs_of({1: 2.0, 64: 65.0})
-    assert costs.best_counts([chain(0.7, 0.6)], batch=8) == [1]
-    assert costs.best_counts([chain(0.9, 0.7)], batch=8) == [2]
-    assert costs.best_counts([chain(0.7, 0.6)], batch=1) == [3]
+    assert best_counts(costs, [chain(0.7, 0.6)], batch=8) == [1]
+    assert best_counts(costs, [chain(0.9, 0.7)], batch=8) == [2]
+    assert best_counts(costs, [chain(0.7, 0.6)], batch=1) == [3]
 
 
 def test_the_likeliest_nodes_are_taken_whosever_they_are() -> None:
     # The next three rows are free, later ones are not.
     costs = costs_of({1: 1.0, 2: 1.0, 5: 1.0, 6: 9.0})
-    assert costs.best_counts([chain(0.5, 0.4), chain(0.9, 0.8, 0.3)], batch=2) == [2, 3]
+    assert best_counts(costs, [chain(0.5, 0.4), chain(0.9, 0.8, 0.3)], batch=2) == [2, 3]
 
 
 def test_what_a_step_has_waited_makes_more_of_it_worthwhile() -> None:
@@ -51,13 +55,21 @@ def test_what_a_step_has_waited_makes_more_of_it_worthwhile() -> None:
         costs.begin_step([drafter], batch=1)
         drafter.counters.wait_seconds += waited_s
         costs.end_waits([drafter])
-        assert costs.best_counts([chain(0.4)], batch=1) == [count]
+        assert best_counts(costs, [chain(0.4)], batch=1) == [count]
+
+
+def test_nodes_whose_rows_the_step_has_anyway_are_free() -> None:
+    costs = costs_of({1: 2.0, 64: 65.0})
+    drafts = [chain(0.1, 0.1, 0.1), chain(0.9, 0.1)]
+    # Three rows of the first sequence, one of the second, and two of others.
+    assert costs.best_counts(drafts, StepBase(6, 4.5, 0.0), [3, 1]) == [3, 2]
+    assert best_counts(costs, drafts, batch=4) == [1, 2]
 
 
 def test_no_node_is_likelier_than_its_parent() -> None:
     """The drafter's score does not matter: the parent, which hardly pays, is verified first."""
     costs = costs_of({1: 2.0, 64: 65.0})
-    assert costs.best_counts([chain(0.11, 0.6)], batch=1) == [1]
+    assert best_counts(costs, [chain(0.11, 0.6)], batch=1) == [1]
 
 
 @given(
@@ -71,7 +83,7 @@ def test_no_other_choice_of_nodes_makes_more_tokens_a_second(
     drafts = [chain(*row) for row in chances]
     batch = len(drafts) + num_plain
     curve = StepCosts(dict(zip((1, 4, 8, 24), np.cumsum(seconds).tolist(), strict=True)))
-    counts = DraftCosts(curve, TreeBounds(8)).best_counts(drafts, batch)
+    counts = best_counts(DraftCosts(curve, TreeBounds(8)), drafts, batch)
 
     def rate(counts: list[int]) -> float:
         gained = sum(sum(draft.path_chances()[1:count]) for draft, count in zip(drafts, counts, strict=True))

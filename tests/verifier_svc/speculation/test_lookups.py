@@ -1,0 +1,283 @@
+"""Look-ups within overlapped steps: a step with one is launched once the step before was read."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from itertools import pairwise
+
+import pytest
+
+from foretoken.drafting import DraftRequest, TargetInfo
+from foretoken.sampling import SamplingParams, SpeculationOptions
+from tests.support.engine_harness import Request, Result, TestSource
+from tests.support.runs import BLOCK, NODES, VOCAB, Course, Runs, choose, greedy, oracle_of, plain, prompt, with_grammar
+from tests.support.scripted_drafter import Nodes, ScriptedDrafter
+from verifier_svc import overlap
+from verifier_svc.drafters.request import NO_DRAFT, Shape
+from verifier_svc.speculation import lookups
+from verifier_svc.speculation.gate import LONGEST_PAUSE
+from verifier_svc.speculation.lookups import TRY_EVERY, GapTimes
+
+NUM_TOKENS = 300
+MODEL, QUICK = 1, 2
+INFO = TargetInfo("hash", VOCAB, 400, 8, NODES, 8, 2, BLOCK, 400, "")
+
+
+class Knowing(ScriptedDrafter):
+    """A drafter that knows outputs from some places on.
+
+    Attributes:
+        asked: the places of the output that it was asked for.
+        learnt: the texts that it was sent, by batch slot and generation.
+    """
+
+    def __init__(self, known: Container[int], texts: Sequence[tuple[list[int], list[int]]]) -> None:
+        super().__init__({})
+        self._known, self._texts = known, texts
+        self.asked: list[int] = []
+
+    @property
+    def learnt(self) -> list[list[int]]:
+        return list(self._tokens.values())
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Remember everything: the test looks at it."""
+
+    def _tree(self, request: DraftRequest, row: int, known: list[int]) -> Nodes:
+        following: list[int] = []
+        if request.max_nodes[row] > 1:
+            length = int(request.prompt_lengths[row])
+            place = len(known) - length
+            (output,) = (output for prompt, output in self._texts if prompt == known[:length])
+            assert known[length:] == output[:place]
+            self.asked.append(place)
+            if place in self._known:
+                following = output[place : place + int(request.max_nodes[row]) - 1]
+        following = following[: int(request.max_depths[row])]
+        return [(known[-1], -1), *((token, index) for index, token in enumerate(following))]
+
+
+class Play:
+    """Requests that run with a look-up drafter that knows some places, beside a model or alone."""
+
+    def __init__(
+        self, requests: Sequence[Request], known: Container[int], *, with_model: bool = True, num_steps: int = 3
+    ) -> None:
+        self.expected = plain(requests)
+        texts = [(list(r.prompt), e.token_ids) for r, e in zip(requests, self.expected, strict=True)]
+        self.lookup = Knowing(known, texts)
+        self.source = TestSource("quick", self.lookup, INFO)
+        oracles = [oracle_of(requests, self.expected)] if with_model else []
+        self.oracle = oracles[0] if oracles else None
+        self.runs = Runs([*oracles, self.source], num_steps=num_steps)  # type: ignore[list-item]
+        self._requests = requests
+
+    def run(self) -> list[Result]:
+        results = self.runs.harness.run(self._requests)
+        assert [result.token_ids for result in results] == [result.token_ids for result in self.expected]
+        self.runs.harness.drain()
+        return results
+
+    @property
+    def step_trees(self) -> int:
+        """Return how many trees of overlapped steps came from the host."""
+        return sum(sum(step.num_found) for step in self.runs.steps)
+
+
+def request(drafter: str = "auto", prediction: tuple[int, ...] = (), seed: int = 1) -> Request:
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    return Request(prompt(seed, 6), sampling, speculation=SpeculationOptions(drafter=drafter), prediction=prediction)
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+@pytest.mark.parametrize("with_model", [True, False])
+@pytest.mark.parametrize("drafter", ["auto", "quick", "merge"])
+def test_all_steps_overlap_while_nothing_is_found(drafter: str, with_model: bool, num_steps: int) -> None:
+    """No step waits for a drafter that finds nothing; it is scouted now and then."""
+    play = Play([request(drafter)], range(0), with_model=with_model, num_steps=num_steps)
+    (result,) = play.run()
+    assert play.runs.num_ordinary == 0 and play.step_trees == 0
+    asked = play.lookup.asked
+    gaps = [later - place for place, later in pairwise(asked)]
+    assert max(gaps) <= (LONGEST_PAUSE + 2) * NODES
+    assert set(result.sources) == ({0, MODEL} if with_model and drafter != "quick" else {0})
+    # In-flight depth: nothing was read before its successor was launched, except at the end.
+    assert max(step.most_in_flight for step in play.runs.steps) == 2
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+@pytest.mark.parametrize("with_model", [True, False])
+def test_what_is_found_is_verified_in_the_next_step(with_model: bool, num_steps: int) -> None:
+    known = range(100, 220)
+    play = Play([request()], known, with_model=with_model, num_steps=num_steps)
+    if with_model:
+        # The model alone yields no more than one token a step.
+        choose(play.runs, lambda step: NO_DRAFT if num_steps == 0 else Shape(NODES, 3, 4))
+    (result,) = play.run()
+    assert play.runs.num_ordinary == 0
+    number = QUICK if with_model else 1
+    if not (with_model and num_steps):
+        first = result.sources.index(number)
+        assert known.start <= first <= known.start + 2 * LONGEST_PAUSE
+        within = result.sources[first : known.stop]
+        assert within.count(number) > 0.7 * len(within)
+    drafters = play.runs.harness.speculator.drafters
+    assert sum(result.sources.count(drafter.number) for drafter in drafters) == sum(
+        drafter.counters.num_accepted_tokens for drafter in drafters
+    )
+
+
+def test_the_counters_are_those_of_the_drafter_that_found_the_tree() -> None:
+    requests = [request("quick", seed=1), request("oracle", seed=2), request("merge", seed=3)]
+    play = Play(requests, range(50, 250))
+    results = play.run()
+    assert play.runs.num_ordinary == 0 and play.step_trees > 20
+    drafters = play.runs.harness.speculator.drafters
+    for drafter in drafters:
+        shares = [
+            stats
+            for result in results
+            if result.finished is not None
+            for stats in result.finished.speculation.drafters
+            if stats.name == drafter.name
+        ]
+        assert drafter.counters.num_draft_tokens == sum(stats.num_draft_tokens for stats in shares) > 0
+        accepted = sum(result.sources.count(drafter.number) for result in results)
+        assert drafter.counters.num_accepted_tokens == accepted == sum(s.num_accepted_tokens for s in shares)
+    finished = results[0].finished
+    assert finished is not None and {stats.name for stats in finished.speculation.drafters} == {"quick"}
+    # All tokens, and no others, went to the drafters, whoever had drafted them.
+    assert play.oracle is not None and not play.oracle.failures and not play.source.failures
+    for index in (0, 2):
+        whole = [*requests[index].prompt, *play.expected[index].token_ids]
+        assert whole in play.lookup.learnt
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+@pytest.mark.parametrize("with_model", [False, True])
+def test_a_prediction_is_asked_for_from_the_first_token_on(with_model: bool, num_steps: int) -> None:
+    """And again as soon as the output returns to it."""
+    changed = range(50, 56)
+    known = [*range(50), *range(56, 200)]
+    play = Play([request(prediction=(1,))], known, with_model=with_model, num_steps=num_steps)
+    if with_model:
+        choose(play.runs, lambda step: NO_DRAFT)
+    (result,) = play.run()
+    number = QUICK if with_model else 1
+    assert play.runs.num_ordinary == 0 and result.sources[1] == number
+    misses = [place for place in play.lookup.asked if place in changed]
+    assert misses and max(play.lookup.asked) > 150
+    assert result.sources[70:190].count(number) > 60
+
+
+def test_one_with_lookups_costs_the_others_no_draft() -> None:
+    """Its steps are launched late; all others draft with the model in each step."""
+    requests = [greedy(i, 6, 120, speculation=SpeculationOptions(drafter="oracle")) for i in range(3)]
+    requests.append(greedy(9, 6, 120, speculation=SpeculationOptions(drafter="quick")))
+    play = Play(requests, range(400))
+    results = play.run()
+    assert play.runs.num_ordinary == 0 and play.step_trees > 10
+    for result in results:
+        assert result.finished is not None
+        stats = result.finished.speculation
+        assert stats.fallback_steps <= 4 and stats.num_accepted_tokens > 40
+
+
+def test_useless_lookups_are_tried_now_and_then_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no model drafts, a late launch must be worth its gap for the whole batch."""
+    # A gap of some of the harness's plain steps.
+    monkeypatch.setattr(lookups, "FIRST_GAP_S", 3.0)
+    monkeypatch.setattr(lookups, "GAP_SMOOTHING", 0.0)
+    requests = [greedy(seed, 6, 150) for seed in range(1, 9)]
+    play = Play(requests, range(NUM_TOKENS), with_model=False, num_steps=0)
+    wrong = play.lookup
+
+    def tree(asked: DraftRequest, row: int, known: list[int]) -> Nodes:
+        nodes = Knowing._tree(wrong, asked, row, known)
+        return [nodes[0], *(((token + 1) % VOCAB, parent) for token, parent in nodes[1:])]
+
+    wrong._tree = tree  # type: ignore[method-assign]
+    play.run()
+    (step,) = play.runs.steps
+    assert play.runs.num_ordinary == 0
+    late = sum(count > 0 for count in step.num_found)
+    assert 0 < late <= play.runs.num_ahead / TRY_EVERY + 1
+
+
+def test_the_gap_is_learnt_from_late_launches() -> None:
+    gaps = GapTimes()
+    before = gaps.seconds
+    gaps.observe(before / 2)
+    assert before / 2 < gaps.seconds < before
+    # One that captures a graph counts as a few.
+    slow = GapTimes()
+    slow.observe(10.0)
+    assert slow.seconds < 2 * before
+
+
+@pytest.mark.parametrize("what", ["dies", "returns", "is detached", "abort"])
+@pytest.mark.parametrize("with_model", [False, True])
+def test_a_lookup_drafter_goes_within_a_run(what: str, with_model: bool) -> None:
+    requests = [request("merge", seed=1), request("quick", seed=2)]
+    play = Play(requests, range(NUM_TOKENS), with_model=with_model)
+    harness = play.runs.harness
+    keys = [harness.submit(each) for each in requests]
+    numbers: list[int] = []
+
+    def look(number: int) -> None:
+        numbers.append(number)
+        if len(numbers) == 20:
+            match what:
+                case "dies" | "returns":
+                    play.source.kill()
+                case "is detached":
+                    harness.speculator.remove_source("quick")
+                case "abort":
+                    harness.abort(keys[1])
+        if len(numbers) == 30 and what == "returns":
+            play.source.start()
+
+    play.runs.on_launch = look
+    while not all(harness.results[key].is_done for key in keys):
+        harness.step()
+    for key, expected in zip(keys, play.expected, strict=True):
+        got = harness.results[key].token_ids
+        assert got == expected.token_ids[: len(got)]
+        assert len(got) == len(expected.token_ids) or (what == "abort" and key == keys[1])
+    harness.drain()
+    assert len(play.source.failures) == (what in ("dies", "returns"))
+    if what == "returns":
+        # It was sent all of both texts again.
+        for asked, expected in zip(requests, play.expected, strict=True):
+            assert [*asked.prompt, *expected.token_ids] in play.lookup.learnt
+
+
+def test_trees_of_the_last_ordinary_step_are_verified_by_the_first_overlapped_one() -> None:
+    """An ordinary step finds trees; nothing of them is lost when steps overlap again."""
+    requests = [request("quick", seed=1), with_grammar(greedy(5, 6, 12))]
+    play = Play(requests, range(NUM_TOKENS), with_model=False)
+    results = play.run()
+    assert 0 < play.runs.num_ordinary < 20 and play.runs.num_ahead > 20
+    (step,) = play.runs.steps
+    finished = results[0].finished
+    assert step.num_found[0] == 1
+    assert finished is not None and finished.speculation.num_accepted_tokens > 200
+
+
+def test_blocks_are_reserved_for_what_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are short, and trees from the host take more rows than the model's."""
+    monkeypatch.setattr(overlap, "_PAGES_AHEAD", 0)
+    requests = [greedy(i, 18, 60, speculation=SpeculationOptions(drafter="quick")) for i in range(3)]
+    expected = plain(requests)
+    texts = [(list(r.prompt), e.token_ids) for r, e in zip(requests, expected, strict=True)]
+    source = TestSource("quick", Knowing(range(60), texts), INFO)
+    runs = Runs([source], num_blocks=44)  # type: ignore[list-item]
+    results = runs.harness.run(requests)
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    assert runs.harness.scheduler.num_preemptions > 0 and sum(runs.steps[0].num_found) > 5
+
+
+def test_a_course_with_a_model_goes_on_where_the_lookups_end() -> None:
+    course = Course([greedy(1, 6, 40)])
+    course.run()
+    assert sum(course.step.num_found) == 0 and course.num_accepted(0) > 10

@@ -1,0 +1,177 @@
+"""Look-ups within one run of overlapped steps: who asks, when, and whose trees are verified."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+
+from verifier_svc.drafters.request import NO_DRAFT, TreeBounds
+from verifier_svc.scheduling.draft import Draft, merge
+from verifier_svc.scheduling.resident_seat import Seat
+from verifier_svc.scheduling.sequence import Sequence
+from verifier_svc.speculation.costs import DraftCosts, StepBase
+from verifier_svc.speculation.draft_round import SEND_BEHIND, LookupRound
+from verifier_svc.speculation.plan import DraftPlan
+from verifier_svc.speculation.resident_drafting import ResidentDrafting
+
+# Steps after which look-ups are tried although they do not promise what a late launch costs.
+TRY_EVERY = 16
+# Seconds between a step's end and the launch of the next one, before any was measured; the weight of a new
+# measurement, and the most times what is known that it counts as.
+FIRST_GAP_S = 5e-4
+GAP_SMOOTHING, MOST_GAP_RATIO = 0.05, 4.0
+
+
+class GapTimes:
+    """How long the GPU waits for the host where a step is launched after the last one was read."""
+
+    def __init__(self) -> None:
+        self.seconds = FIRST_GAP_S
+
+    def observe(self, seconds: float) -> None:
+        """Learn from a launch, ``seconds`` after the end of the step before."""
+        self.seconds += GAP_SMOOTHING * (min(seconds, MOST_GAP_RATIO * self.seconds) - self.seconds)
+
+
+class Lookups:
+    """A run's look-ups. Used by the engine thread alone.
+
+    A look-up needs the tokens of the step before, so the host launches a step with look-ups after it has read that
+    one. Only rows whose look-ups were worth it lately make it wait. The others are scouted while a step runs.
+
+    Args:
+        found: trees that were found before the run, by sequence.
+        max_depth: most edges from the root of a tree.
+        is_on: whether drafts are wanted in this run.
+    """
+
+    def __init__(
+        self,
+        lookup_round: LookupRound,
+        costs: DraftCosts,
+        gaps: GapTimes,
+        bounds: TreeBounds,
+        drafting: ResidentDrafting,
+        found: Mapping[Sequence, Draft],
+        *,
+        max_depth: int,
+        is_on: bool,
+    ) -> None:
+        self._round, self._costs, self._gaps, self._bounds = lookup_round, costs, gaps, bounds
+        self._drafting, self._max_depth, self._is_on = drafting, max_depth, is_on
+        # Trees for the first step of their sequences.
+        self._waiting = dict(found) if is_on else {}
+        # What rows ask before the next step.
+        self._plans: list[DraftPlan] = []
+        self._batch = 1
+        self._num_without = 0
+
+    @property
+    def are_due(self) -> bool:
+        """Return whether the next step must wait for look-ups, which need the tokens of all steps in flight."""
+        return bool(self._plans)
+
+    def most_nodes(self, sequence: Sequence) -> int:
+        """Return the most nodes of a sequence's tree that comes from the host."""
+        if not self._is_on or not (self._round.asks(sequence) or sequence in self._waiting):
+            return 1
+        most = sequence.speculation.max_draft_tokens
+        return self._bounds.max_nodes if most is None else min(self._bounds.max_nodes, 1 + most)
+
+    def prepare(self, seated: Items[Sequence], joining: Items[Sequence]) -> None:
+        """Do what needs no tokens of the step in flight: send prompts, scout, and plan the look-ups of the next step.
+
+        Args:
+            seated: the sequences with seats.
+            joining: those that wait for one.
+        """
+        if not self._is_on:
+            return
+        self._round.read_scouts()
+        self._batch = max(len(seated), 1)
+        # The first step of a sequence with a seat is in flight, so it decodes once that is read.
+        decoding = [*seated, *(s for s in joining if s.is_decoding)]
+        asking = [sequence for sequence in decoding if self._round.asks(sequence)]
+        plans = self._round.plan([s for s in asking if not self._round.gate(s).pauses()], self._batch)
+        self._plans = [plan for plan in plans if plan.awaited]
+        if not self._pay(self._plans):
+            self._plans = []
+        planned = {plan.sequence for plan in self._plans}
+        scouts = [plan._replace(awaited=False) for plan in plans if plan.sequence not in planned]
+        known = planned | {plan.sequence for plan in scouts}
+        prompts = [sequence for sequence in joining if not sequence.is_decoding]
+        self._round.send(scouts, prompts, [s for s in asking if s not in known], least=SEND_BEHIND)
+
+    def _pay(self, plans: list[DraftPlan]) -> bool:
+        """Return whether look-ups promise more than a late launch costs. It costs nothing while a model drafts."""
+        if not plans:
+            return False
+        self._num_without += 1
+        hides = self._bounds.is_fixed or self._drafting.shape != NO_DRAFT
+        gain = sum(self._extra_tokens(plan) for plan in plans) / self._batch
+        if hides or self._num_without >= TRY_EVERY or gain * self._costs.plain_step_s(self._batch) > self._gaps.seconds:
+            self._num_without = 0
+            return True
+        return False
+
+    def _extra_tokens(self, plan: DraftPlan) -> float:
+        """Return how many drafted tokens a row should have accepted."""
+        chance = self._round.gate(plan.sequence).acceptance
+        return sum(chance**level for level in range(1, plan.reach + 1))
+
+    def find(self, seats: Items[Seat | None]) -> dict[int, Draft]:
+        """Look up what was planned, once all steps are read. Return the trees that the next step verifies, by seat."""
+        if not self._plans and not self._waiting:
+            return {}
+        self._round.read_scouts()
+        plans = [plan for plan in map(_up_to_date, self._plans) if plan is not None]
+        self._plans = []
+        found = self._round.run(plans, max_depth=self._max_depth)
+        trees = {plan.sequence: merge(found[plan.key]).best(1 + plan.most) for plan in plans if plan.key in found}
+        drafts: dict[int, Draft] = {}
+        for index, seat in enumerate(seats):
+            if seat is None:
+                continue
+            draft = trees.get(seat.sequence) or self._waiting.pop(seat.sequence, None)
+            if draft is not None:
+                draft = draft.to_depth(self._max_depth).best(seat.sequence.max_new_tokens)
+                if draft.tree.num_nodes > 1:
+                    drafts[index] = draft
+        return self._chosen(drafts, seats) if drafts else {}
+
+    def observe_gap(self, seconds: float) -> None:
+        """Learn how long after the end of the last step the next one was launched."""
+        self._gaps.observe(seconds)
+
+    def end(self, num_steps: int, decoding: Items[Sequence]) -> None:
+        """End the run after ``num_steps`` steps, after which ``decoding`` still run."""
+        self._round.read_scouts()
+        if not self._is_on:
+            for sequence in decoding:
+                self._round.gate(sequence).pass_steps(num_steps)
+
+    def _chosen(self, drafts: dict[int, Draft], seats: Items[Seat | None]) -> dict[int, Draft]:
+        """Return the drafts that promise more than the model's, with the nodes that are worth their rows."""
+        drafting = self._drafting
+        taken = [(index, seat) for index, seat in enumerate(seats) if seat is not None]
+        tokens = {index: drafting.expected_tokens(seat.sequence) for index, seat in taken}
+        drafts = {index: draft for index, draft in drafts.items() if sum(draft.path_chances()) > tokens[index]}
+        if self._bounds.is_fixed or not drafts:
+            return drafts
+        widths = [seat.width for _, seat in taken]
+        free = [seat.width for index in drafts if (seat := seats[index]) is not None]
+        for (index, draft), width in zip(drafts.items(), free, strict=True):
+            tokens[index] = sum(sorted(draft.path_chances(), reverse=True)[:width])
+        base = StepBase(sum(widths), sum(tokens.values()), drafting.draft_s(len(widths)) or self._gaps.seconds)
+        counts = self._costs.best_counts(list(drafts.values()), base, free)
+        best = {index: draft.best(count) for (index, draft), count in zip(drafts.items(), counts, strict=True)}
+        return {index: draft for index, draft in best.items() if draft.tree.num_nodes > 1}
+
+
+def _up_to_date(plan: DraftPlan) -> DraftPlan | None:
+    """Return a plan with what the step that was read has left of it; None: nothing."""
+    sequence = plan.sequence
+    most = min(plan.most, sequence.max_new_tokens - 1)
+    if sequence.table is None or not sequence.is_decoding or most < 1:
+        return None
+    return plan._replace(most=most)
