@@ -34,7 +34,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     ),
     "Batches and memory": (
         *("--max-running-requests", "--chunked-prefill-size", "--mem-fraction-static", "--max-total-tokens"),
-        *("--block-size", "--disable-radix-cache"),
+        *("--block-size", "--disable-radix-cache", "--max-step-ms"),
     ),
     "Kernels": ("--threads", "--attention-backend", "--disable-cuda-graph", "--disable-overlap-schedule"),
     "Links between services": (
