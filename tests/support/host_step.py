@@ -14,10 +14,11 @@ import torch
 
 from foretoken.models.batch import ForwardBatch
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.results import FinishReason
 from foretoken.tree import DraftTree, depths
 from tests.support.given_masks import give
 from tests.support.hash_target import HashTarget
-from verifier_svc.sampling.allowed_tokens import TreeMasks
+from verifier_svc.sampling.allowed_tokens import ENDED, TreeMasks
 from verifier_svc.sampling.verify import SamplingState, WalkResult, followed
 from verifier_svc.sampling.walker import Walk, walk_on_host
 from verifier_svc.scheduling.batch import Scheduled, StepBatch, build_batch, commit_slots
@@ -39,7 +40,7 @@ class _Half:
     found: Mapping[int, Draft]
 
 
-class HostStep:
+class HostStep:  # large: the interface of ResidentStep, and what tests read
     """The part of ResidentStep that RunAhead uses. Results are there at once, but read a step late.
 
     ``on_launch``: called with each step's number before it is made. ``is_stuck``: whether the
@@ -296,6 +297,8 @@ def _walk(part: Scheduled, first_row: int, logits: torch.Tensor, masks: TreeMask
     """Walk a part's tree. With masks: as a device does, which does not know where they come from."""
     sequence = part.sequence
     tree = part.tree or DraftTree.root_only(sequence.tokens[-1])
+    if masks is ENDED:
+        return NOTHING._replace(finish=FinishReason.STOP)
     if masks is not None:
         tree = give(sequence.sampler, tree, masks)
     sources = part.draft.sources if part.draft is not None else None

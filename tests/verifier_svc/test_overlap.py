@@ -240,7 +240,7 @@ def test_masks_of_trees(targets: Targets, device: str, looks_ahead: bool) -> Non
 def test_a_short_tree_with_masks(targets: Targets, device: str) -> None:
     """Both halves of a step, beside a row without masks."""
     target = targets["llama"]
-    plain, grammar, *_ = masked_requests(target, max_tokens=4)
+    plain, grammar, *_ = masked_requests(target, max_tokens=6)
     results, harness, _ = drafted(targets, device, [plain, grammar])
     assert num_ordinary(harness) == 0
-    assert all(result.finished and result.finished.speculation.num_accepted_tokens for result in results)
+    assert results[1].finished is not None and results[1].finished.speculation.num_accepted_tokens > 0

@@ -34,7 +34,7 @@ class TreeMasks(NamedTuple):
     rows: Int32
 
 
-# The masks of a sequence that has ended since its step was launched: no walk begins.
+# The masks of a sequence that has ended, perhaps since its step was launched: no walk begins.
 ENDED = TreeMasks(np.zeros((0, 0), np.uint8), np.array([CLOSED], np.int32))
 
 
@@ -155,13 +155,15 @@ class AllowedTokens:
 
         Only the look-ahead matcher reads the drafts. So their number of lexer states and the fuel
         that they take never reach the output's own matcher, and the text cannot depend on them.
-        Where it cannot go on, or there is none, the tree is closed.
+        Where it cannot go on, or there is none, the tree is closed. ENDED if no token may follow the
+        output: a resumed one may be complete.
 
         Args:
             tokens, parents: int32 [num_nodes], as in DraftTree.
             num_output_tokens: tokens of the output.
         """
-        assert not self.has_ended, "there is no next token"
+        if self.has_ended:
+            return ENDED
         walk = _TreeWalk(tokens.tolist(), parents.tolist(), [self.bits])
         if len(tokens) > 1:
             if self._ahead is not None and self._unread:

@@ -24,6 +24,7 @@ from foretoken.sampling import Grammar, SamplingParams
 from foretoken.tree import DraftTree
 from tests.support.given_masks import give
 from tests.support.grammars import END, VOCAB, ids_of, regex, schema, text_of, vocabulary
+from verifier_svc.sampling.allowed_tokens import ENDED
 from verifier_svc.sampling.grammar import Matcher, Vocabulary, bits_of, compile_grammar
 from verifier_svc.sampling.verify import SamplingState, WalkResult, followed, sample_and_walk
 
@@ -297,8 +298,11 @@ def drafted_text(
         if binds_late:
             bare = replace(params, grammar=None)
             other = SamplingState(bare, PROMPT, text.tokens, eos_ids=EOS, choice_index=choice_index, vocab_limit=VOCAB)
-            opened = give(other, tree, state.tree_masks(tree.tokens, tree.parents))
-            result = followed(state, sample_and_walk(logits, opened, other, len(PROMPT), text.tokens, room))
+            masks = state.tree_masks(tree.tokens, tree.parents)
+            walk = WalkResult([], [], [], FinishReason.STOP, None, [], 0, [])
+            if masks is not ENDED:
+                walk = sample_and_walk(logits, give(other, tree, masks), other, len(PROMPT), text.tokens, room)
+            result = followed(state, walk)
         else:
             result = sample_and_walk(logits, tree, state, len(PROMPT), text.tokens, room)
         assert result.error is None
