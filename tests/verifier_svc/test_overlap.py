@@ -240,7 +240,12 @@ def test_masks_of_trees(targets: Targets, device: str, looks_ahead: bool) -> Non
 def test_a_short_tree_with_masks(targets: Targets, device: str) -> None:
     """Both halves of a step, beside a row without masks."""
     target = targets["llama"]
-    plain, grammar, *_ = masked_requests(target, max_tokens=6)
-    results, harness, _ = drafted(targets, device, [plain, grammar])
+    words = Vocabulary(target.folder, vocab_limit=VOCAB, eos_ids=frozenset({END}))
+    matcher = compile_grammar(regex("[abcd0-9]{40}"), words)
+    matcher.look_ahead()
+    plain = SamplingParams(temperature=0.0, max_tokens=6)
+    masked = replace(plain, grammar=regex("[abcd0-9]{40}"))
+    requests = [Request(text(1, 20), plain), Request(text(2, 20), masked, matcher=matcher)]
+    results, harness, _ = drafted(targets, device, requests)
     assert num_ordinary(harness) == 0
     assert results[1].finished is not None and results[1].finished.speculation.num_accepted_tokens > 0
