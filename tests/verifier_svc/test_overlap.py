@@ -94,13 +94,13 @@ def drafted(
         spoil=spoil,
     )
     harness = on_device.harness(target, (), device, max_nodes=6, num_steps=3, sources=[oracle])
-    receive = harness.engine.lifecycle.end_step
+    receive = harness.engine.lifecycle.count_overlapped_step
 
-    def end_step(num_rows: int, seconds: float, *, is_plain: bool) -> None:
+    def count_step(seconds: float) -> None:
         look(harness)
-        receive(num_rows, seconds, is_plain=is_plain)
+        receive(seconds)
 
-    harness.engine.lifecycle.end_step = end_step  # type: ignore[method-assign]
+    harness.engine.lifecycle.count_overlapped_step = count_step  # type: ignore[method-assign]
     results = harness.run(requests)
     for result, expected in zip(results, plain, strict=True):
         assert result.token_ids == expected.token_ids
@@ -165,15 +165,15 @@ def test_a_new_request_joins_the_run(targets: Targets, device: str) -> None:
     expected = [result.token_ids for result in plain_on_cpu(target, [long, short])]
     harness = on_device.harness(target, (), device)
     first = harness.submit(long)
-    receive = harness.engine.lifecycle.end_step
+    receive = harness.engine.lifecycle.count_overlapped_step
     keys = [first]
 
-    def end_step(num_rows: int, seconds: float, *, is_plain: bool) -> None:
-        receive(num_rows, seconds, is_plain=is_plain)
+    def count_step(seconds: float) -> None:
+        receive(seconds)
         if len(keys) == 1:
             keys.append(harness.submit(short))
 
-    harness.engine.lifecycle.end_step = end_step  # type: ignore[method-assign]
+    harness.engine.lifecycle.count_overlapped_step = count_step  # type: ignore[method-assign]
     while not all(harness.results[key].is_done for key in keys):
         harness.step()
     assert [harness.results[key].token_ids for key in keys] == expected
