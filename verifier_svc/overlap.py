@@ -193,7 +193,7 @@ class RunAhead:
                 self._captures.pop(step, None)
 
 
-class OverlappedRun:
+class OverlappedRun:  # large: the phases of one loop share its state
     """One run of overlapped steps. Only the engine thread uses it."""
 
     def __init__(

@@ -12,7 +12,7 @@ the target's pass, ``bind`` sends the masks and launches sampling and what follo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import partial
@@ -341,7 +341,8 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             self._lay_out(stage, self._shape.max_width)
             stage.tokens.fetch()
             stage.parents.fetch()
-            stage.resident.run()
+            pass_alone = stage.resident.launch if self._shape.rows > MAX_USUAL_ROWS else stage.resident.run
+            pass_alone()
             return
         if stage is None:
             finish_step(self._state, self._outcome)
@@ -386,7 +387,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         stage, shape = launched.stage, launched.shape
         assert stage is not None and shape is not None
         sent = self._walker.masks.send(shape.rows, [(int(stage.starts[index]), each) for index, each in masks.items()])
-        self._graphs.run((shape, sent.key), partial(self._conclude, stage, shape.max_width, sent))
+        self._run_graph((shape, sent.key), shape, partial(self._conclude, stage, shape.max_width, sent))
         self._complete(launched)
 
     def _complete(self, launched: _Launched) -> None:
@@ -624,12 +625,15 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         """Run a step, by its graph if that pays."""
         shape = self._shape
         assert shape is not None
-        launch = partial(self._launch_kernels, stage, shape.max_width)
+        self._run_graph(shape, shape, partial(self._launch_kernels, stage, shape.max_width))
+
+    def _run_graph(self, key: Hashable, shape: _Shape, launch: Callable[[], None]) -> None:
+        """Launch a step of this shape, or its second half, by a graph if that pays."""
         if shape.rows > MAX_USUAL_ROWS:
             # It keeps the GPU busy for longer than the host takes to launch it.
             launch()
         else:
-            self._graphs.run(shape, launch)
+            self._graphs.run(key, launch)
 
     def _launch_kernels(self, stage: _Stage, max_width: int) -> None:
         """Launch all kernels of one step; a graph captures this."""

@@ -221,7 +221,11 @@ def _assemble(
         run_ahead=target.run_ahead,
         model_name=settings.served_model_name,
     )
-    grammars = GrammarCompiler(partial(Vocabulary, settings.model, vocab_limit=token_limit, eos_ids=eos_ids))
+    grammars = GrammarCompiler(
+        partial(Vocabulary, settings.model, vocab_limit=token_limit, eos_ids=eos_ids),
+        # Only overlapped steps need the masks of a tree before it is walked.
+        looks_ahead=target.run_ahead is not None,
+    )
     info = VerifierInfo(
         epoch=clients.epoch,
         model_name=settings.served_model_name,

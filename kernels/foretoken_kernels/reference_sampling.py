@@ -193,7 +193,7 @@ def walk_reference(
         matched: list[int] = []
         node: int | None = 0 if num_nodes > 0 else None
         unfinished = FINISH_NONE
-        nodes_below = range(1, num_nodes)
+        nodes_below = list(range(1, num_nodes))
         if batch.mask_rows is not None:
             nodes_below = [i for i in nodes_below if int(batch.mask_rows[start + i]) != CLOSED]
             if num_nodes and int(batch.mask_rows[start]) == CLOSED:

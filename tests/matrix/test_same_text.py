@@ -65,6 +65,8 @@ def cases(target: Target, temperature: float, kind: str) -> list[Case]:
     for number, (field, fields) in enumerate(FIELDS.items()):
         params = SamplingParams(temperature=temperature, seed=number, max_tokens=MAX_TOKENS, **fields)
         matcher = compile_grammar(fields["grammar"], vocabulary) if "grammar" in fields else None
+        if matcher is not None:
+            matcher.look_ahead()
         # Salts keep one case's n-gram history from the others.
         request = Request(
             # From here on the stop token's digit is some phrases away.

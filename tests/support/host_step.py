@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from foretoken.errors import InvalidRequestError
 from foretoken.models.batch import ForwardBatch
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.results import FinishReason
 from foretoken.tree import DraftTree, depths
+from tests.support.given_masks import give
 from tests.support.hash_target import HashTarget
-from verifier_svc.sampling.allowed_tokens import CLOSED, TreeMasks
-from verifier_svc.sampling.grammar import Bits
+from verifier_svc.sampling.allowed_tokens import ENDED, TreeMasks
 from verifier_svc.sampling.verify import SamplingState, WalkResult, followed
 from verifier_svc.sampling.walker import Walk, walk_on_host
 from verifier_svc.scheduling.batch import Scheduled, StepBatch, build_batch, commit_slots
@@ -40,7 +40,7 @@ class _Half:
     found: Mapping[int, Draft]
 
 
-class HostStep:
+class HostStep:  # large: the interface of ResidentStep, and what tests read
     """The part of ResidentStep that RunAhead uses. Results are there at once, but read a step late.
 
     ``on_launch``: called with each step's number before it is made. ``is_stuck``: whether the
@@ -293,35 +293,14 @@ class HostStep:
         return results
 
 
-class _Given:
-    """Stand in for AllowedTokens: the masks of one tree's nodes, along a walk."""
-
-    is_complete, error = False, None
-
-    def __init__(self, tree: DraftTree, masks: TreeMasks) -> None:
-        self._tree, self._masks, self._node = tree, masks, 0
-
-    @property
-    def bits(self) -> Bits:
-        row = self._masks.rows[self._node]
-        assert row >= 0, "a walk samples at a node without a mask"
-        return np.asarray(self._masks.bits[row], np.uint8)
-
-    def advance(self, token_id: int, num_output_tokens: int) -> None:
-        held = (self._tree.parents == self._node) & (self._tree.tokens == token_id)
-        self._node = int(held.argmax()) if held.any() else self._node
-
-    def no_token_error(self) -> InvalidRequestError:
-        return InvalidRequestError("no token is allowed")
-
-
 def _walk(part: Scheduled, first_row: int, logits: torch.Tensor, masks: TreeMasks | None) -> WalkResult:
     """Walk a part's tree. With masks: as a device does, which does not know where they come from."""
     sequence = part.sequence
     tree = part.tree or DraftTree.root_only(sequence.tokens[-1])
+    if masks is ENDED:
+        return NOTHING._replace(finish=FinishReason.STOP)
     if masks is not None:
-        tree = DraftTree(np.where(masks.rows == CLOSED, -2, tree.tokens), tree.parents)
-        sequence.sampler._allowed = _Given(tree, masks)  # type: ignore[assignment]
+        tree = give(sequence.sampler, tree, masks)
     sources = part.draft.sources if part.draft is not None else None
     return walk_on_host(Walk(sequence, tree, first_row, sources), logits)
 

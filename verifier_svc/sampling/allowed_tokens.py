@@ -15,8 +15,8 @@ from verifier_svc.sampling.token_masks import TokenMasks
 
 Int32 = NDArray[np.int32]
 
-# TreeMasks.rows of a node from which no walk samples, and of one that no walk may enter. The same
-# values as in foretoken_kernels/sampler_state.py, which a CPU does not import.
+# TreeMasks.rows of a node where no walk samples, and of one that no walk may enter. The same values
+# as in foretoken_kernels/sampler_state.py, which a CPU does not import.
 NO_MASK, CLOSED = -1, -2
 
 
@@ -25,16 +25,16 @@ class TreeMasks(NamedTuple):
 
     Attributes:
         bits: uint8 [n, ceil(vocab_limit / 8)]; each row as ``Matcher.allowed``.
-        rows: int32 [num_nodes]; the node's row of ``bits``. NO_MASK: no walk samples at the node,
-            because its token is forbidden, or ends the output. CLOSED: a walk ends with the node's
-            token before it reaches the node.
+        rows: int32 [num_nodes]; the node's row of ``bits``. NO_MASK: its token ends the output, so
+            no walk samples there. CLOSED: no walk may enter the node. Its token is forbidden, or
+            completes the grammar, or it is not known what may follow.
     """
 
     bits: NDArray[np.uint8]
     rows: Int32
 
 
-# The masks of a sequence that has ended since its step was launched: no walk begins.
+# The masks of a sequence that has ended, perhaps since its step was launched: no walk begins.
 ENDED = TreeMasks(np.zeros((0, 0), np.uint8), np.array([CLOSED], np.int32))
 
 
@@ -155,13 +155,15 @@ class AllowedTokens:
 
         Only the look-ahead matcher reads the drafts. So their number of lexer states and the fuel
         that they take never reach the output's own matcher, and the text cannot depend on them.
-        Where it cannot go on, or there is none, the tree is closed.
+        Where it cannot go on, or there is none, the tree is closed. ENDED if no token may follow the
+        output: a resumed one may be complete.
 
         Args:
             tokens, parents: int32 [num_nodes], as in DraftTree.
             num_output_tokens: tokens of the output.
         """
-        assert not self.has_ended, "there is no next token"
+        if self.has_ended:
+            return ENDED
         walk = _TreeWalk(tokens.tolist(), parents.tolist(), [self.bits])
         if len(tokens) > 1:
             if self._ahead is not None and self._unread:
@@ -174,20 +176,20 @@ class AllowedTokens:
         """Find what may follow the nodes below ``node``, after which matcher and masks stand."""
         bits = walk.bits[walk.rows[node]]
         for token, child in walk.children[node].items():
-            if not _holds(bits, token) or token in self._stop_ids:
+            if not _holds(bits, token):
+                continue
+            if token in self._stop_ids:
+                walk.rows[child] = NO_MASK
                 continue
             ahead, after = self._matcher, masks
             if self._matcher is not None and not self._try_ahead([token]):
-                walk.rows[child] = CLOSED
                 continue
             if self._matcher is not None:
                 ahead = self._ahead
             if masks is not None:
                 after = masks.after(token)
             following, _ = self._next(ahead, after, num_output_tokens + 1)
-            if following is None:
-                walk.rows[child] = CLOSED
-            else:
+            if following is not None:
                 walk.rows[child] = len(walk.bits)
                 walk.bits.append(following)
                 self._visit(walk, child, after, num_output_tokens + 1)
@@ -215,7 +217,8 @@ class _TreeWalk:
         for node in range(1, len(tokens)):
             self.children[parents[node]].setdefault(tokens[node], node)
         self.bits = bits
-        self.rows = [0] + [NO_MASK] * (len(tokens) - 1)
+        # Closed unless a mask is found: also the second of two siblings with one token.
+        self.rows = [0] + [CLOSED] * (len(tokens) - 1)
 
 
 def _holds(bits: Bits, token_id: int) -> bool:

@@ -90,7 +90,7 @@ class Vocabulary:
             raise InvalidRequestError("structured output needs a tokenizer.json that knows all of the model's tokens")
         # End tokens never count as text, even if the tokenizer gives them some.
         control = frozenset(self.tokenizer.eos_tokens).union(self.eos_ids)
-        self.text_bits = ~bits_of(control, vocab_limit) & bits_of(range(vocab_limit), vocab_limit)
+        self.text_bits = ~bits_of(control, vocab_limit) & all_bits(vocab_limit)
 
 
 class Matcher:
@@ -224,3 +224,8 @@ def bits_of(token_ids: Sequence[int] | frozenset[int], vocab_limit: int) -> Bits
     flags = np.zeros(-(-vocab_limit // 8) * 8, np.bool_)
     flags[[token_id for token_id in token_ids if token_id < vocab_limit]] = True
     return np.packbits(flags, bitorder="little")
+
+
+def all_bits(vocab_limit: int) -> Bits:
+    """Return all ids below ``vocab_limit`` as bits."""
+    return np.packbits(np.arange(-(-vocab_limit // 8) * 8) < vocab_limit, bitorder="little")

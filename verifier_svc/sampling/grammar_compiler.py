@@ -50,6 +50,7 @@ class GrammarCompiler:
         timeout_s: float = COMPILE_TIMEOUT_S,
         max_compile_bytes: int = MAX_COMPILE_BYTES,
         max_kept_bytes: int = MAX_KEPT_BYTES,
+        looks_ahead: bool = False,
     ) -> None:
         """
         Args:
@@ -58,11 +59,14 @@ class GrammarCompiler:
             timeout_s: most seconds that compiling one grammar may take.
             max_compile_bytes: most bytes that compiling one grammar may take.
             max_kept_bytes: most bytes of all kept grammars.
+            looks_ahead: whether matchers read drafts ahead of the output (Matcher.ahead). It takes
+                a second compilation for each output.
         """
         self._make_vocabulary = make_vocabulary
         self._timeout_s = timeout_s
         self._max_compile_bytes = max_compile_bytes
         self._max_kept_bytes = max_kept_bytes
+        self._looks_ahead = looks_ahead
         self._vocabulary: Vocabulary | None = None
         self._checker: subprocess.Popen[bytes] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammar")
@@ -86,7 +90,8 @@ class GrammarCompiler:
         compiled = self.kept(grammar)
         if compiled is None:
             compiled = await asyncio.shield(asyncio.wrap_future(self._compiled(grammar)))
-        return await asyncio.wrap_future(self._for_known.submit(_matcher_behind, compiled, output_ids))
+        made = self._for_known.submit(_matcher_behind, compiled, output_ids, self._looks_ahead)
+        return await asyncio.wrap_future(made)
 
     def kept(self, grammar: Grammar) -> Matcher | None:
         """Return the kept matcher of a grammar, or None. Never advance it: it is shared."""
@@ -194,12 +199,14 @@ class GrammarCompiler:
                 self._kept_bytes -= oldest.num_bytes
 
 
-def _matcher_behind(compiled: Matcher, output_ids: Sequence[int]) -> Matcher:
+def _matcher_behind(compiled: Matcher, output_ids: Sequence[int], looks_ahead: bool) -> Matcher:
     """Return a new matcher, advanced by the tokens that earlier attempts emitted.
 
     Raises PreconditionError if the tokens do not match the grammar.
     """
     matcher = compiled.anew()
+    if looks_ahead:
+        matcher.look_ahead()
     if output_ids and not matcher.advance(output_ids):
         raise PreconditionError(
             f"the output emitted so far does not match the grammar: {short(matcher.error)}", field="output_token_ids"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from copy import copy
 
 from foretoken.sampling import SamplingParams
-from verifier_svc.sampling.grammar import Bits, bits_of
+from verifier_svc.sampling.grammar import Bits, all_bits, bits_of
 
 
 class TokenMasks:
@@ -17,10 +17,11 @@ class TokenMasks:
     """
 
     def __init__(self, params: SamplingParams, output_ids: Sequence[int], vocab_limit: int) -> None:
-        allowed = params.allowed_token_ids or range(vocab_limit)
+        allowed = params.allowed_token_ids
         never = frozenset(sequence[0] for sequence in params.bad_token_ids if len(sequence) == 1)
         self._vocab_limit = vocab_limit
-        self._always: Bits = bits_of(allowed, vocab_limit) & ~bits_of(never, vocab_limit)
+        self._always: Bits = bits_of(allowed, vocab_limit) if allowed else all_bits(vocab_limit)
+        self._always = self._always & ~bits_of(never, vocab_limit)
         # Longer sequences, by their last token but one: what must come before, and the last token.
         self._endings: dict[int, list[tuple[list[int], int]]] = {}
         for sequence in params.bad_token_ids:

@@ -274,7 +274,7 @@ def followed(state: SamplingState, walk: WalkResult) -> WalkResult:
     the walk ends too.
     """
     count = state.follow(walk.tokens)
-    if state.has_ended and count < walk.num_walked_tokens:
+    if state.has_ended and (count < walk.num_walked_tokens or count == 0):
         walk = WalkResult(
             walk.tokens[:count],
             walk.accepted_nodes[:count],

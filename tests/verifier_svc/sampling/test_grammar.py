@@ -22,9 +22,11 @@ from foretoken.logits import sample_reference
 from foretoken.results import FinishReason
 from foretoken.sampling import Grammar, SamplingParams
 from foretoken.tree import DraftTree
+from tests.support.given_masks import give
 from tests.support.grammars import END, VOCAB, ids_of, regex, schema, text_of, vocabulary
+from verifier_svc.sampling.allowed_tokens import ENDED
 from verifier_svc.sampling.grammar import Matcher, Vocabulary, bits_of, compile_grammar
-from verifier_svc.sampling.verify import SamplingState, WalkResult, sample_and_walk
+from verifier_svc.sampling.verify import SamplingState, WalkResult, followed, sample_and_walk
 
 EOS = frozenset({END})
 PROMPT = (3, 1, 4)
@@ -267,12 +269,24 @@ def node_paths(tree: DraftTree) -> list[list[int]]:
 
 
 def drafted_text(
-    params: SamplingParams, template: Matcher, right: list[int], seed: int, choice_index: int = 0, resumed: int = 0
+    params: SamplingParams,
+    template: Matcher,
+    right: list[int],
+    seed: int,
+    choice_index: int = 0,
+    resumed: int = 0,
+    *,
+    binds_late: bool = False,
 ) -> tuple[Text, int]:
-    """Decode with random trees after ``resumed`` tokens of ``right``; count accepted drafts."""
+    """Decode with random trees after ``resumed`` tokens of ``right``; count accepted drafts.
+
+    ``binds_late``: each tree's masks are known before it is walked, as for a GPU.
+    """
     rng = np.random.default_rng(seed)
     text, accepted = Text(right[:resumed]), 0
     matcher = template.anew()
+    if binds_late:
+        matcher.look_ahead()
     assert not resumed or matcher.advance(text.tokens)
     state = SamplingState(
         params, PROMPT, text.tokens, eos_ids=EOS, choice_index=choice_index, vocab_limit=VOCAB, matcher=matcher
@@ -281,7 +295,16 @@ def drafted_text(
         tree = draft(rng, [*PROMPT, *text.tokens], right[len(text.tokens) :])
         logits = np.stack([fake_logits((*PROMPT, *text.tokens, *path)) for path in node_paths(tree)])
         room = params.max_tokens - len(text.tokens)
-        result = sample_and_walk(logits, tree, state, len(PROMPT), text.tokens, room)
+        if binds_late:
+            bare = replace(params, grammar=None)
+            other = SamplingState(bare, PROMPT, text.tokens, eos_ids=EOS, choice_index=choice_index, vocab_limit=VOCAB)
+            masks = state.tree_masks(tree.tokens, tree.parents)
+            walk = WalkResult([], [], [], FinishReason.STOP, None, [], 0, [])
+            if masks is not ENDED:
+                walk = sample_and_walk(logits, give(other, tree, masks), other, len(PROMPT), text.tokens, room)
+            result = followed(state, walk)
+        else:
+            result = sample_and_walk(logits, tree, state, len(PROMPT), text.tokens, room)
         assert result.error is None
         text.tokens += result.tokens
         text.finish, text.stop_token_id = result.finish, result.stop_token_id
@@ -309,11 +332,12 @@ def test_every_trees_text_is_plain_decodes(vocab: Vocabulary, data: st.DataObjec
     choice = data.draw(st.integers(0, 1))
     want = plain_text(params, vocab, choice)
     template = compile_grammar(grammar, vocab)
-    got, _ = drafted_text(params, template, want.tokens, data.draw(st.integers(0, 99)), choice)
+    binds_late = data.draw(st.booleans())
+    got, _ = drafted_text(params, template, want.tokens, data.draw(st.integers(0, 99)), choice, binds_late=binds_late)
     assert got == want
     if want.tokens and len(want.tokens) < params.max_tokens:
         cut = data.draw(st.integers(1, len(want.tokens)))
-        rest, _ = drafted_text(params, template, want.tokens, 1, choice, resumed=cut)
+        rest, _ = drafted_text(params, template, want.tokens, 1, choice, resumed=cut, binds_late=binds_late)
         assert rest == want
 
 
