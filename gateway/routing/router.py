@@ -1,0 +1,191 @@
+"""Decide which verifier takes a request: the one that has its prefix, unless that has too much load.
+
+No I/O and no clock, so that the simulator of ``benchmarks/routing_simulator.py`` runs the same
+code. Gateways agree because they hash alike; what each remembers are estimates of popularity, which
+another gateway makes from its own requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from gateway.routing.fleet import Fleet, Mask
+from gateway.routing.popularity import LEAST_PERIOD, Popularity
+
+DEFAULT_LOAD_BOUND = 1.25
+# A prefix gets a verifier for each quarter of the mean load that its requests make.
+PARTS_OF_MEAN = 4
+# Up to a sixteenth of its rows a verifier counts as free: steps of so few rows cost about the same.
+FREE_SHARE = 1 / 16
+# Above this share of used KV blocks a verifier would soon preempt.
+FULL = 0.95
+# Requests of a period of popularity, for each verifier.
+PERIOD_PER_VERIFIER = 32
+# A prefix that needs more verifiers gets so many times what it needs.
+HEADROOM = 1.25
+_MASK_64 = (1 << 64) - 1
+
+
+class Reason(StrEnum):
+    """Why a verifier was chosen."""
+
+    # It is the first for the prompt's prefix.
+    AFFINITY = "affinity"
+    # Those before it for the prefix had too much load.
+    SPREAD = "spread"
+    # It has the least load: the prompt has no prefix to go by, or all are full.
+    LOAD = "load"
+    # No other could take it.
+    ONLY = "only"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The number of the verifier in the fleet, and why."""
+
+    number: int
+    reason: Reason
+
+
+class Router:
+    """Routes requests over a fleet. The caller counts the sequences that it sends in the fleet's load.
+
+    Each key's verifiers stand in an order of their own (rendezvous hashing), and the first whose
+    load is within ``load_bound`` of the mean takes the request (consistent hashing with bounded
+    loads; Mirrokni, Thorup, Zadimoghaddam, 2016, arXiv 1608.01350).
+
+    The key is the shortest prefix whose requests fit on one verifier. A prefix with more requests,
+    such as a system prompt, gets as many verifiers as its load needs, the first of its order. A
+    longer prefix chooses among these. So a system prompt is computed on few verifiers, and each
+    conversation that begins with it stays on one.
+    """
+
+    def __init__(self, fleet: Fleet, *, load_bound: float = DEFAULT_LOAD_BOUND) -> None:
+        """``load_bound``: most load of a verifier of a prefix, as a multiple of the mean; > 1."""
+        self._fleet = fleet
+        self._load_bound = load_bound
+        self._popularity = Popularity()
+        self._popular: dict[int, _PopularPrefix] = {}
+        self._num_unkeyed = itertools.count()
+
+    def route(self, keys: Iterable[int], *, model: str = "", num_new: int = 1) -> Decision | None:
+        """Return the verifier for a request; None if none can take it.
+
+        Args:
+            keys: of the prompt's prefixes, shortest first (``prefix_keys``). Read as far as needed.
+            model: the fingerprint that the verifier must have; empty: any.
+            num_new: sequences that its queue must have room for; 0 for a resume.
+        """
+        fleet = self._fleet
+        open_ = fleet.open_for(model, num_new)
+        num_open = int(np.count_nonzero(open_))
+        if num_open == 0:
+            return None
+        if num_open == 1:
+            return Decision(int(open_.argmax()), Reason.ONLY)
+        total = float(fleet.load @ open_)
+        key, sets = self._narrow(keys, open_, num_open, total)
+        if key is None:
+            return self._least_loaded(open_)
+        scores = fleet.scores(key)
+        below = open_ & self._is_below_bound(total + num_new, float(fleet.rows @ open_))
+        for members in reversed(sets):
+            members = members & open_
+            if not members.any():
+                continue
+            first = _best(scores, members)
+            if below[first]:
+                return Decision(first, Reason.AFFINITY)
+            break
+        for members in reversed(sets):
+            members = members & below
+            if members.any():
+                return Decision(_best(scores, members), Reason.SPREAD)
+        return self._least_loaded(open_)
+
+    def _narrow(self, keys: Iterable[int], open_: Mask, num_open: int, total: float) -> tuple[int | None, list[Mask]]:
+        """Return the key that decides, and the sets of verifiers of popular prefixes, widest first.
+
+        The key is None without a prefix.
+        """
+        fleet, popularity = self._fleet, self._popularity
+        popularity.period = max(LEAST_PERIOD, PERIOD_PER_VERIFIER * num_open)
+        popularity.begin()
+        # What one verifier has for one prefix at most, in sequences.
+        mean_rows = float(fleet.rows @ open_) / num_open
+        part = max(total / num_open / PARTS_OF_MEAN, FREE_SHARE * mean_rows, 1.0)
+        sets, size = [fleet.is_open], num_open
+        key = None
+        for key in keys:
+            wanted = popularity.seen(key) * total / part
+            popular = self._popular.get(key)
+            if popular is None:
+                if wanted <= 1:
+                    break
+                popular = self._popular[key] = _PopularPrefix()
+            width = popular.resize(wanted)
+            if width <= 1:
+                del self._popular[key]
+                break
+            if width < size:
+                sets.append(popular.members(fleet, key, sets[-1]))
+                size = width
+        return key, sets
+
+    def _is_below_bound(self, total: float, all_rows: float) -> Mask:
+        """Return which verifiers may take a request of a prefix that is theirs."""
+        fleet = self._fleet
+        most = np.maximum(np.ceil(fleet.rows * (self._load_bound * total / all_rows)), FREE_SHARE * fleet.rows)
+        return (fleet.load < most) & (fleet.fill < FULL)
+
+    def _least_loaded(self, open_: Mask) -> Decision:
+        fleet = self._fleet
+        use = np.where(open_, fleet.load / np.maximum(fleet.rows, 1), np.inf)
+        ties = use == use.min()
+        nonce = next(self._num_unkeyed) * 0x9E3779B97F4A7C15 & _MASK_64
+        return Decision(_best(fleet.scores(nonce), ties), Reason.LOAD)
+
+
+def _best(scores: npt.NDArray[np.uint64], members: Mask) -> int:
+    """Return the member with the highest score; there must be a member."""
+    numbers = np.flatnonzero(members)
+    return int(numbers[scores[numbers].argmax()])
+
+
+class _PopularPrefix:
+    """How many verifiers a popular prefix has, and which."""
+
+    def __init__(self) -> None:
+        self._width = 1
+        self._members: Mask | None = None
+        self._parent: Mask | None = None
+        self._version = -1
+
+    def resize(self, wanted: float) -> int:
+        """Return how many verifiers it has, for a load of ``wanted`` verifiers.
+
+        It gets more than it needs, and loses some only when half of them would do: a load that
+        wavers moves no conversation.
+        """
+        if not self._width / 2 < wanted <= self._width:
+            self._width = max(math.ceil(HEADROOM * wanted), 1) if wanted > 1 else 1
+            self._members = None
+        return self._width
+
+    def members(self, fleet: Fleet, key: int, parent: Mask) -> Mask:
+        """Return its verifiers, the key's first among ``parent``, which has more."""
+        if self._members is None or self._parent is not parent or self._version != fleet.version:
+            numbers = np.flatnonzero(parent)
+            scores = fleet.scores(key)[numbers]
+            chosen = np.argpartition(scores, len(numbers) - self._width)[-self._width :]
+            self._members = np.zeros(len(parent), np.bool_)
+            self._members[numbers[chosen]] = True
+            self._parent, self._version = parent, fleet.version
+        return self._members
