@@ -22,8 +22,9 @@ from gateway.routing.popularity import LEAST_PERIOD, Popularity
 DEFAULT_LOAD_BOUND = 1.25
 # A prefix gets a verifier for each quarter of the mean load that its requests make.
 PARTS_OF_MEAN = 4
-# Up to a sixteenth of its rows a verifier counts as free: steps of so few rows cost about the same.
-FREE_SHARE = 1 / 16
+# Up to an eighth of its rows, or two, a verifier counts as free: a step of so few rows takes about as
+# long as one of a single row.
+FREE_SHARE, LEAST_FREE = 1 / 8, 2.0
 # Above this share of used KV blocks a verifier would soon preempt.
 FULL = 0.95
 # Requests of a period of popularity, for each verifier.
@@ -120,7 +121,7 @@ class Router:
         popularity.begin()
         # What one verifier has for one prefix at most, in sequences.
         mean_rows = float(fleet.rows @ open_) / num_open
-        part = max(total / num_open / PARTS_OF_MEAN, FREE_SHARE * mean_rows, 1.0)
+        part = max(total / num_open / PARTS_OF_MEAN, FREE_SHARE * mean_rows, LEAST_FREE)
         sets, size = [fleet.is_open], num_open
         key = None
         for key in keys:
@@ -142,7 +143,8 @@ class Router:
     def _is_below_bound(self, total: float, all_rows: float) -> Mask:
         """Return which verifiers may take a request of a prefix that is theirs."""
         fleet = self._fleet
-        most = np.maximum(np.ceil(fleet.rows * (self._load_bound * total / all_rows)), FREE_SHARE * fleet.rows)
+        most = np.ceil(fleet.rows * (self._load_bound * total / all_rows))
+        np.maximum(most, np.maximum(FREE_SHARE * fleet.rows, LEAST_FREE), out=most)
         return (fleet.load < most) & (fleet.fill < FULL)
 
     def _least_loaded(self, open_: Mask) -> Decision:
