@@ -6,6 +6,8 @@ import math
 
 # Requests of one period. Shares are of the present period and the one before it.
 LEAST_PERIOD = 1024
+# Standard deviations below what was counted.
+CAUTION = 3
 
 
 class Popularity:
@@ -26,10 +28,11 @@ class Popularity:
         self._num_requests += 1
 
     def seen(self, key: int) -> float:
-        """Count a prefix; return the share of requests that have it, in 0 .. 1.
+        """Count a prefix; return the share of requests that have it, at most 1.
 
-        It is one standard deviation below the observed share, so a few requests prove nothing.
+        It is three standard deviations below the observed share: fewer than ten requests prove
+        nothing.
         """
         count = self._counts[key] = self._counts.get(key, 0) + 1
         count += self._last_counts.get(key, 0)
-        return (count - math.sqrt(count)) / (self._num_requests + self._last_num_requests)
+        return (count - CAUTION * math.sqrt(count)) / (self._num_requests + self._last_num_requests)

@@ -22,13 +22,13 @@ from gateway.routing.popularity import LEAST_PERIOD, Popularity
 DEFAULT_LOAD_BOUND = 1.25
 # A prefix gets a verifier for each quarter of the mean load that its requests make.
 PARTS_OF_MEAN = 4
-# Up to an eighth of its rows, or two, a verifier counts as free: a step of so few rows takes about as
+# Up to a sixteenth of its rows, or two, a verifier counts as free: a step of so few rows takes about as
 # long as one of a single row.
-FREE_SHARE, LEAST_FREE = 1 / 8, 2.0
+FREE_SHARE, LEAST_FREE = 1 / 16, 2.0
 # Above this share of used KV blocks a verifier would soon preempt.
 FULL = 0.95
 # Requests of a period of popularity, for each verifier.
-PERIOD_PER_VERIFIER = 32
+PERIOD_PER_VERIFIER = 128
 # A prefix that needs more verifiers gets so many times what it needs.
 HEADROOM = 1.25
 _MASK_64 = (1 << 64) - 1

@@ -103,10 +103,10 @@ def test_a_wide_bound_keeps_to_the_prefix() -> None:
 def test_a_nearly_idle_verifier_is_never_above_its_bound() -> None:
     fleet = fleet_of(4, rows=64)
     home = route(Router(fleet), prompt(1)).number
-    # Far above the mean, but below an eighth of its rows.
-    fleet.update(home, load=7, rows=64)
+    # Far above the mean, but below a sixteenth of its rows.
+    fleet.update(home, load=3, rows=64)
     assert route(Router(fleet), prompt(1)) == Decision(home, Reason.AFFINITY)
-    fleet.update(home, load=8, rows=64)
+    fleet.update(home, load=4, rows=64)
     assert route(Router(fleet), prompt(1)).reason is Reason.SPREAD
 
 
