@@ -106,11 +106,11 @@ class VerifierSet:
         if not client.is_up:
             self._fleet.close(number)
             return
-        self._fleet.open(number, client.fingerprint)
         figures, load = client.figures, client.figures.load
         num_sequences = client.num_sequences + figures.num_others
         if load is None:
             self._fleet.update(number, load=num_sequences, room=figures.room)
-            return
-        fill = 1 - load.num_free_blocks / max(load.num_blocks, 1)
-        self._fleet.update(number, load=num_sequences, rows=load.max_running, fill=fill, room=figures.room)
+        else:
+            fill = 1 - load.num_free_blocks / max(load.num_blocks, 1)
+            self._fleet.update(number, load=num_sequences, rows=load.max_running, fill=fill, room=figures.room)
+        self._fleet.open(number, client.fingerprint)

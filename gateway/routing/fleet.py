@@ -23,6 +23,7 @@ class Fleet:
     Attributes:
         addresses: the name of each; gateways that know a verifier by one name agree about it.
         load: sequences that run or wait at each.
+        usual: ``load`` smoothed by ``remember``.
         rows: sequences that each runs at once.
         fill: share of each one's KV blocks in use, in 0 .. 1.
         room: new sequences that each one's queue takes.
@@ -39,6 +40,7 @@ class Fleet:
         self.version = 0
         self._model = np.zeros(0, np.int64)
         self.load = np.zeros(0)
+        self.usual = np.zeros(0)
         self.rows = np.zeros(0)
         self.fill = np.zeros(0)
         self.room = np.zeros(0, np.int64)
@@ -54,7 +56,7 @@ class Fleet:
         else:
             number = len(self.addresses)
             self.addresses.append(address)
-            for name in ("_ids", "is_open", "_model", "load", "rows", "fill", "room"):
+            for name in ("_ids", "is_open", "_model", "load", "usual", "rows", "fill", "room"):
                 setattr(self, name, np.append(getattr(self, name), np.zeros(1, getattr(self, name).dtype)))
         digest = hashlib.blake2b(address.encode(), digest_size=8).digest()
         self._ids[number] = int.from_bytes(digest, "little")
@@ -67,7 +69,9 @@ class Fleet:
         self._vacant.append(number)
 
     def open(self, number: int, model: str) -> None:
-        """Let a verifier take sequences of ``model``, a fingerprint."""
+        """Let a verifier take sequences of ``model``, a fingerprint. Its present load is its usual one."""
+        if not self.is_open[number]:
+            self.usual[number] = self.load[number]
         self._model[number] = self._models.setdefault(model, len(self._models))
         self._set_open(number, True)
 
@@ -83,6 +87,10 @@ class Fleet:
         self.rows[number] = rows
         self.fill[number] = fill
         self.room[number] = UNKNOWN_ROOM if room is None else room
+
+    def remember(self, weight: float) -> None:
+        """Move ``usual`` towards ``load`` by ``weight`` of the way, in 0 .. 1."""
+        self.usual += (self.load - self.usual) * weight
 
     def _set_open(self, number: int, is_open: bool) -> None:
         if self.is_open[number] != is_open:

@@ -17,20 +17,25 @@ import numpy as np
 import numpy.typing as npt
 
 from gateway.routing.fleet import Fleet, Mask
-from gateway.routing.popularity import LEAST_PERIOD, Popularity
+from gateway.routing.popularity import Popularity
 
 DEFAULT_LOAD_BOUND = 1.25
-# A prefix gets a verifier for each quarter of the mean load that its requests make.
-PARTS_OF_MEAN = 4
-# Up to a sixteenth of its rows, or two, a verifier counts as free: a step of so few rows takes about as
-# long as one of a single row.
-FREE_SHARE, LEAST_FREE = 1 / 16, 2.0
-# Above this share of used KV blocks a verifier would soon preempt.
-FULL = 0.95
-# Requests of a period of popularity, for each verifier.
-PERIOD_PER_VERIFIER = 128
+# A prefix gets a verifier for each eighth of the mean load that its requests make, or each sequence.
+PARTS_OF_MEAN = 8
 # A prefix that needs more verifiers gets so many times what it needs.
 HEADROOM = 1.25
+# Up to this share of its rows, or two sequences, a verifier counts as free: a step of so few rows
+# takes about as long as one of a single row.
+FREE_SHARE, LEAST_FREE = 1 / 64, 2.0
+# The load of verifiers with equal shares differs by chance, by about the root of its mean: above the
+# bound by twice that, it is no chance.
+CHANCE = 2.0
+# Decisions over which load is smoothed, for each sequence in the fleet: so many lifetimes.
+LIFETIMES = 4
+# Above this share of used KV blocks a verifier would soon preempt.
+FULL = 0.95
+# Requests of a period of popularity, at least and for each verifier.
+LEAST_PERIOD, PERIOD_PER_VERIFIER = 1024, 128
 _MASK_64 = (1 << 64) - 1
 
 
@@ -39,7 +44,7 @@ class Reason(StrEnum):
 
     # It is the first for the prompt's prefix.
     AFFINITY = "affinity"
-    # Those before it for the prefix had too much load.
+    # Those before it for the prefix have too much load, or several have it and this one the least.
     SPREAD = "spread"
     # It has the least load: the prompt has no prefix to go by, or all are full.
     LOAD = "load"
@@ -59,8 +64,8 @@ class Router:
     """Routes requests over a fleet. The caller counts the sequences that it sends in the fleet's load.
 
     Each key's verifiers stand in an order of their own (rendezvous hashing), and the first whose
-    load is within ``load_bound`` of the mean takes the request (consistent hashing with bounded
-    loads; Mirrokni, Thorup, Zadimoghaddam, 2016, arXiv 1608.01350).
+    load is within ``load_bound`` of the mean takes the request (after consistent hashing with
+    bounded loads; Mirrokni, Thorup, Zadimoghaddam, 2016, arXiv 1608.01350).
 
     The key is the shortest prefix whose requests fit on one verifier. A prefix with more requests,
     such as a system prompt, gets as many verifiers as its load needs, the first of its order. A
@@ -92,36 +97,35 @@ class Router:
         if num_open == 1:
             return Decision(int(open_.argmax()), Reason.ONLY)
         total = float(fleet.load @ open_)
-        key, sets = self._narrow(keys, open_, num_open, total)
+        fleet.remember(1 / (LIFETIMES * total + num_open))
+        key, sets, is_shared = self._narrow(keys, num_open, total)
         if key is None:
-            return self._least_loaded(open_)
-        scores = fleet.scores(key)
+            return self._least_loaded(open_, Reason.LOAD)
         below = open_ & self._is_below_bound(total + num_new, float(fleet.rows @ open_))
-        for members in reversed(sets):
-            members = members & open_
-            if not members.any():
-                continue
-            first = _best(scores, members)
-            if below[first]:
-                return Decision(first, Reason.AFFINITY)
-            break
-        for members in reversed(sets):
-            members = members & below
-            if members.any():
+        members = next(found for found in (group & open_ for group in reversed(sets)) if found.any())
+        if is_shared and (members & below).any():
+            return self._least_loaded(members & below, Reason.SPREAD)
+        scores = fleet.scores(key)
+        first = _best(scores, members)
+        if below[first]:
+            return Decision(first, Reason.AFFINITY)
+        for group in reversed(sets):
+            if (members := group & below).any():
                 return Decision(_best(scores, members), Reason.SPREAD)
-        return self._least_loaded(open_)
+        return self._least_loaded(open_, Reason.LOAD)
 
-    def _narrow(self, keys: Iterable[int], open_: Mask, num_open: int, total: float) -> tuple[int | None, list[Mask]]:
-        """Return the key that decides, and the sets of verifiers of popular prefixes, widest first.
+    def _narrow(self, keys: Iterable[int], num_open: int, total: float) -> tuple[int | None, list[Mask], bool]:
+        """Count a request's prefixes until one fits on one verifier.
 
-        The key is None without a prefix.
+        Returns the last prefix's key (None without a prefix), the sets of verifiers of the popular
+        ones (the first has all), and whether all prefixes are popular: all of the last set have the
+        whole prompt.
         """
         fleet, popularity = self._fleet, self._popularity
-        popularity.period = max(LEAST_PERIOD, PERIOD_PER_VERIFIER * num_open)
-        popularity.begin()
+        if popularity.begin(max(LEAST_PERIOD, PERIOD_PER_VERIFIER * num_open)):
+            self._popular = {key: popular for key, popular in self._popular.items() if popularity.knows(key)}
         # What one verifier has for one prefix at most, in sequences.
-        mean_rows = float(fleet.rows @ open_) / num_open
-        part = max(total / num_open / PARTS_OF_MEAN, FREE_SHARE * mean_rows, LEAST_FREE)
+        part = max(total / num_open / PARTS_OF_MEAN, 1.0)
         sets, size = [fleet.is_open], num_open
         key = None
         for key in keys:
@@ -129,30 +133,37 @@ class Router:
             popular = self._popular.get(key)
             if popular is None:
                 if wanted <= 1:
-                    break
+                    return key, sets, False
                 popular = self._popular[key] = _PopularPrefix()
             width = popular.resize(wanted)
             if width <= 1:
                 del self._popular[key]
-                break
+                return key, sets, False
             if width < size:
                 sets.append(popular.members(fleet, key, sets[-1]))
                 size = width
-        return key, sets
+        return key, sets, True
 
     def _is_below_bound(self, total: float, all_rows: float) -> Mask:
-        """Return which verifiers may take a request of a prefix that is theirs."""
-        fleet = self._fleet
-        most = np.ceil(fleet.rows * (self._load_bound * total / all_rows))
-        np.maximum(most, np.maximum(FREE_SHARE * fleet.rows, LEAST_FREE), out=most)
-        return (fleet.load < most) & (fleet.fill < FULL)
+        """Return which verifiers may take a request of a prefix that is theirs.
 
-    def _least_loaded(self, open_: Mask) -> Decision:
+        The load that is usual must be within the bound. A load that is above it by chance moves no
+        conversation, and one that is below the mean is never too much.
+        """
         fleet = self._fleet
-        use = np.where(open_, fleet.load / np.maximum(fleet.rows, 1), np.inf)
+        mean = fleet.rows * (total / all_rows)
+        free = np.maximum(FREE_SHARE * fleet.rows, LEAST_FREE)
+        bound = np.maximum(self._load_bound * mean, free)
+        is_usual = (fleet.usual < bound) | (fleet.load < mean)
+        return is_usual & (fleet.load < bound + CHANCE * np.sqrt(mean)) & (fleet.fill < FULL)
+
+    def _least_loaded(self, members: Mask, reason: Reason) -> Decision:
+        """Return the member with the least load for its rows; there must be a member."""
+        fleet = self._fleet
+        use = np.where(members, fleet.load / np.maximum(fleet.rows, 1), np.inf)
         ties = use == use.min()
         nonce = next(self._num_unkeyed) * 0x9E3779B97F4A7C15 & _MASK_64
-        return Decision(_best(fleet.scores(nonce), ties), Reason.LOAD)
+        return Decision(_best(fleet.scores(nonce), ties), reason)
 
 
 def _best(scores: npt.NDArray[np.uint64], members: Mask) -> int:

@@ -159,12 +159,12 @@ async def test_load_that_verifiers_tell_of_other_gateways_counts(
         verifiers = [await running.start(steps([65]), number) for number in range(2)]
         await ask(running, prompt=LONG_PROMPT)
         home = 0 if verifiers[0].submitted else 1
-        for number, num_running in ((home, 30), (1 - home, 2)):
+        for number, num_running in ((home, 60), (1 - home, 2)):
             verifiers[number].load = verifier_pb2.Load(
                 num_running=num_running, num_waiting=3, max_running=32, num_blocks=100, num_free_blocks=60
             )
         figures = [client.figures for client in running.gateway.verifiers.clients]
-        await running.until(lambda: sorted(figure.num_others for figure in figures) == [5, 33])
+        await running.until(lambda: sorted(figure.num_others for figure in figures) == [5, 63])
         await ask(running, prompt=LONG_PROMPT)
         assert served(verifiers[1 - home]) == 1
         # Nearly all of its blocks are in use, so the busy one is better.
