@@ -95,11 +95,6 @@ class Engine:
         """
         return self._inbox.room(lambda: self.scheduler.room)
 
-    @property
-    def num_waiting(self) -> int:
-        """Return how many sequences wait, those included that the next step will read."""
-        return len(self.scheduler.waiting) + self._inbox.num_submits
-
     def drain(self) -> None:
         """Refuse new sequences from now on; running ones finish."""
         self.lifecycle.is_draining = True

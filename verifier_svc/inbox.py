@@ -48,11 +48,6 @@ class Inbox:
         with self._changed:
             return max(queue_room() - self._num_submits, self._num_ends, 0)
 
-    @property
-    def num_submits(self) -> int:
-        """Return how many submissions are queued. Any thread may call this."""
-        return self._num_submits
-
     def wake(self) -> None:
         """Make ``wait`` check its condition again."""
         with self._changed:

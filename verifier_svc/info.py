@@ -62,7 +62,7 @@ def load(engine: Engine) -> verifier_pb2.Load:
     scheduler = engine.scheduler
     return verifier_pb2.Load(
         num_running=len(scheduler.running),
-        num_waiting=engine.num_waiting,
+        num_waiting=len(scheduler.waiting),
         max_running=scheduler.max_running,
         num_blocks=scheduler.blocks.num_blocks,
         num_free_blocks=scheduler.blocks.num_free_blocks,
