@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.routing.modelled_verifier import Costs, ModelledVerifier, Sequence
-from benchmarks.routing.trace import Request, token_ids
+from benchmarks.routing.trace import VOCAB_SIZE, Request, token_ids
 from gateway.routing.fleet import Fleet
 from gateway.routing.prefix import prefix_keys
 from gateway.routing.router import DEFAULT_LOAD_BOUND, Router
@@ -74,28 +74,34 @@ class _Gateway:
         self.fleet.update(number, load=load, rows=self._rows, fill=fill)
 
 
+def made_up_addresses(count: int) -> list[str]:
+    """Return addresses in a private network."""
+    return [f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}:50061" for n in range(count)]
+
+
 class ModelledFleet:
-    """Replays a trace over ``num_verifiers`` verifiers behind ``num_gateways`` gateways."""
+    """Replays a trace over verifiers at ``addresses`` behind ``num_gateways`` gateways."""
 
     def __init__(
         self,
         costs: Costs,
-        num_verifiers: int,
+        addresses: Items[str],
         block_tokens: int,
         *,
+        vocab_size: int = VOCAB_SIZE,
         num_gateways: int = 1,
         load_bound: float = DEFAULT_LOAD_BOUND,
         by_load: bool = False,
     ) -> None:
         """``by_load``: leave prefixes out of account, for comparison."""
-        self.verifiers = [ModelledVerifier(costs, block_tokens) for _ in range(num_verifiers)]
+        self.verifiers = [ModelledVerifier(costs, block_tokens) for _ in addresses]
         self._block_tokens = block_tokens
+        self._vocab_size = vocab_size
         self._by_load = by_load
-        addresses = [f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}:50061" for n in range(num_verifiers)]
         self._gateways = [_Gateway(addresses, costs.rows, load_bound) for _ in range(num_gateways)]
         # Planned changes: time, and a verifier's number. An entry counts only if it is still so.
         self._agenda: list[tuple[float, int]] = []
-        self._is_dead = [False] * num_verifiers
+        self._is_dead = [False] * len(addresses)
         # What waits until a death is noticed, and where.
         self._lost: list[tuple[int, Sequence]] = []
         self._run = Run()
@@ -161,7 +167,7 @@ class ModelledFleet:
 
     def _place(self, sequence: Sequence, now: float) -> None:
         gateway = self._gateways[sequence.gateway]
-        tokens = [] if self._by_load else token_ids(sequence.request, self._block_tokens)
+        tokens = [] if self._by_load else token_ids(sequence.request, self._block_tokens, self._vocab_size)
         decision = gateway.router.route(prefix_keys(tokens, None), model=MODEL)
         assert decision is not None, "no verifier is left"
         self._run.reasons[decision.reason.value] += 1

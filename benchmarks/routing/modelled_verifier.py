@@ -25,6 +25,7 @@ class Costs:
         rows: sequences that run at once.
         cache_tokens: tokens in the KV cache.
         chunk_tokens: prompt tokens of one step.
+        limit_s: seconds that a step with prompts should take at most.
     """
 
     step_s: float = 4.25e-3
@@ -33,6 +34,7 @@ class Costs:
     rows: int = 256
     cache_tokens: int = 400_000
     chunk_tokens: int = 2048
+    limit_s: float = 0.06
 
 
 @dataclass(eq=False, slots=True)
@@ -141,6 +143,7 @@ class ModelledVerifier:
             self._decoding = [sequence for sequence in self._decoding if sequence.num_left > 0]
         for sequence, num_tokens in plan.chunks:
             sequence.num_uncomputed -= num_tokens
+            self._make_findable(sequence)
             if not sequence.num_uncomputed:
                 self._prefilling.remove(sequence)
                 self._prefilled(sequence, now, finished)
@@ -172,26 +175,37 @@ class ModelledVerifier:
         self._changed_s = now
 
     def _begin(self, now: float) -> None:
-        """Admit what fits, and plan the next steps."""
-        while self._waiting and len(self._decoding) + len(self._prefilling) < self._costs.rows:
-            if not self._admit(self._waiting[0], now):
-                break
-            self._prefilling.append(self._waiting.popleft())
-        if not self._prefilling and not self._decoding:
-            self._plan = None
-            return
-        chunks, room = [], self._costs.chunk_tokens
+        """Plan the next steps; admit sequences while a step has room for their prompts."""
+        costs = self._costs
+        decode_s = costs.step_s + costs.row_s * len(self._decoding)
+        room = self._prompt_tokens(decode_s) if self._prefilling or self._waiting else 0
+        chunks = []
         for sequence in self._prefilling:
             if room <= 0:
                 break
-            num_tokens = min(sequence.num_uncomputed, room)
-            chunks.append((sequence, num_tokens))
-            room -= num_tokens
-        costs = self._costs
-        step_s = costs.step_s + costs.row_s * len(self._decoding)
-        step_s += costs.token_s * sum(num_tokens for _, num_tokens in chunks)
+            chunks.append((sequence, min(sequence.num_uncomputed, room)))
+            room -= chunks[-1][1]
+        while room > 0 and self._waiting and len(self._decoding) + len(self._prefilling) < costs.rows:
+            if not self._admit(self._waiting[0], now):
+                break
+            sequence = self._waiting.popleft()
+            self._prefilling.append(sequence)
+            chunks.append((sequence, min(sequence.num_uncomputed, room)))
+            room -= chunks[-1][1]
+        if not chunks and not self._decoding:
+            self._plan = None
+            return
+        step_s = decode_s + costs.token_s * sum(num_tokens for _, num_tokens in chunks)
         num_steps = 1 if chunks else min(sequence.num_left for sequence in self._decoding)
         self._plan = _Plan(now, step_s, num_steps, chunks)
+
+    def _prompt_tokens(self, decode_s: float) -> int:
+        """Return the most prompt tokens of a step, as ``verifier_svc/scheduling/prefill_budget.py``."""
+        costs = self._costs
+        if not self._decoding or not costs.token_s:
+            return costs.chunk_tokens
+        room_s = max(costs.limit_s - decode_s, decode_s / 4)
+        return min(max(int(room_s / costs.token_s), costs.chunk_tokens // 16, 16), costs.chunk_tokens)
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Start a sequence if its blocks fit; look up its prefix."""
@@ -216,10 +230,7 @@ class ModelledVerifier:
         return True
 
     def _prefilled(self, sequence: Sequence, now: float, finished: list[Sequence]) -> None:
-        """Make a prompt's blocks findable, and count the token that its last step sampled."""
-        for block in sequence.request.hash_ids[: sequence.request.input_length // self._block_tokens]:
-            self._cached[block] = None
-            self._cached.move_to_end(block)
+        """Count the token that a prompt's last step sampled."""
         if math.isnan(sequence.first_token_s):
             sequence.first_token_s = now - sequence.request.at_s
         elif not math.isnan(sequence.lost_at):
@@ -230,6 +241,14 @@ class ModelledVerifier:
             finished.append(sequence)
         else:
             self._decoding.append(sequence)
+
+    def _make_findable(self, sequence: Sequence) -> None:
+        """Cache the blocks of a prompt that are computed."""
+        request = sequence.request
+        num_computed = min(request.input_length + sequence.num_done - sequence.num_uncomputed, request.input_length)
+        for block in request.hash_ids[: num_computed // self._block_tokens]:
+            self._cached[block] = None
+            self._cached.move_to_end(block)
 
     def _release(self, sequence: Sequence) -> None:
         """Free a sequence's blocks. Those of its output stay findable, and take the place of others."""

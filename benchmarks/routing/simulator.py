@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.routing import trace
-from benchmarks.routing.modelled_fleet import Death, ModelledFleet, Run
+from benchmarks.routing.modelled_fleet import Death, ModelledFleet, Run, made_up_addresses
 from benchmarks.routing.modelled_verifier import Costs, Sequence
 from benchmarks.routing.trace import Mix, Request
 from gateway.routing.router import DEFAULT_LOAD_BOUND
@@ -130,7 +130,7 @@ def main(argv: Items[str] | None = None) -> int:
     )
     fleet = ModelledFleet(
         costs,
-        options.verifiers,
+        made_up_addresses(options.verifiers),
         block_tokens,
         num_gateways=options.gateways,
         load_bound=options.load_bound,

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 MADE_BLOCK_TOKENS = 64
+VOCAB_SIZE = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def write(path: Path, requests: Iterable[Request]) -> None:
             file.write(json.dumps(item, separators=(",", ":")) + "\n")
 
 
-def token_ids(request: Request, block_tokens: int, vocab_size: int = 1 << 17) -> list[int]:
+def token_ids(request: Request, block_tokens: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
     """Return a prompt with the request's blocks: the tokens of a block follow from its id."""
     ids = np.repeat(np.asarray(request.hash_ids, np.uint64), block_tokens)[: request.input_length]
     offsets = np.resize(np.arange(block_tokens, dtype=np.uint64), len(ids))
