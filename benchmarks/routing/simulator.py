@@ -1,6 +1,6 @@
 """Replay a trace over modelled verifiers, with the gateway's own routing.
 
-    python -m benchmarks.routing.simulator [--verifiers 8] [--rate 100] [--seconds 120] [--gateways 1]
+    python -m benchmarks.routing.simulator [--verifiers 8] [--rate 150] [--seconds 120] [--gateways 1]
         [--trace FILE [--block-tokens 512]] [--write-trace FILE] [--by-load] [--load-bound 1.25]
         [--die 0.1 [--noticed 5]] [--step-ms 4.25] [--row-us 18.6] [--token-us 23] [--cache-tokens 400000]
         [--check]
@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     costs = Costs()
     parser.add_argument("--verifiers", type=int, default=8)
     parser.add_argument("--gateways", type=int, default=1)
-    parser.add_argument("--rate", type=float, default=100.0, help="requests a second of a made-up trace")
+    parser.add_argument("--rate", type=float, default=150.0, help="requests a second of a made-up trace")
     parser.add_argument("--seconds", type=float, default=120.0, help="length of a made-up trace")
     parser.add_argument("--shared", type=float, default=0.5, help="share of conversations with a system prompt")
     parser.add_argument("--seed", type=int, default=1)

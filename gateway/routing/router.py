@@ -20,8 +20,8 @@ from gateway.routing.fleet import Fleet, Mask
 from gateway.routing.popularity import Popularity
 
 DEFAULT_LOAD_BOUND = 1.25
-# A prefix gets a verifier for each eighth of the mean load that its requests make, or each sequence.
-PARTS_OF_MEAN = 8
+# A prefix gets a verifier for each 16th of the mean load that its requests make, or each sequence.
+PARTS_OF_MEAN = 16
 # A prefix that needs more verifiers gets so many times what it needs.
 HEADROOM = 1.25
 # Up to this share of its rows, or two sequences, a verifier counts as free: a step of so few rows
@@ -31,7 +31,7 @@ FREE_SHARE, LEAST_FREE = 1 / 64, 2.0
 # bound by twice that, it is no chance.
 CHANCE = 2.0
 # Decisions over which load is smoothed, for each sequence in the fleet: so many lifetimes.
-LIFETIMES = 4
+LIFETIMES = 8
 # Above this share of used KV blocks a verifier would soon preempt.
 FULL = 0.95
 # Requests of a period of popularity, at least and for each verifier.
