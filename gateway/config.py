@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
-from foretoken.address import Address
 from foretoken.common_settings import ServedModelSettings
 from foretoken.config import Flag
 from foretoken.errors import ConfigError
@@ -21,6 +20,8 @@ from foretoken.operator_key import read_operator_key
 from gateway.access.certificates import CertificateFiles
 from gateway.access.keyring import all_keys, given_keys
 from gateway.chat import reasoning, tool_formats
+from gateway.discovery.locations import Location
+from gateway.routing.router import DEFAULT_LOAD_BOUND
 
 # What --gateway-workers auto means.
 CORES_PER_WORKER = 4
@@ -44,8 +45,21 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 class GatewaySettings(ServedModelSettings):
     """Settings of one gateway process."""
 
-    verifiers: Annotated[tuple[Address, ...], Flag("--verifier", metavar="ADDRESS")] = Field(
-        min_length=1, description="Address of a verifier: unix:/path or host:port; may be given several times."
+    verifiers: Annotated[tuple[Location, ...], Flag("--verifier", metavar="ADDRESS or SOURCE")] = Field(
+        min_length=1,
+        description="Address of a verifier, unix:/path or host:port, or where addresses are found: "
+        "dns+srv://NAME (SRV records), dns://NAME:PORT (A and AAAA records) or file:/PATH (one a line). May be given "
+        "several times.",
+    )
+    discovery_interval_s: Annotated[float, Flag("--discovery-interval")] = Field(
+        default=2.0, ge=0.1, le=3600, description="Seconds between two looks at the DNS names and files of --verifier."
+    )
+    routing_load_bound: float = Field(
+        default=DEFAULT_LOAD_BOUND,
+        gt=1,
+        le=100,
+        description="Most load of a verifier that requests are sent to for their prefix, as a multiple of the mean; "
+        "above it the next verifier of the prefix takes them.",
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=1, le=65535, description="Port of the OpenAI-compatible REST API.")

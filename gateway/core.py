@@ -64,6 +64,7 @@ class GatewayCore:
             settings.served_model_name,
             lambda: self.admission.num_requests,
             lambda: verifiers.num_waiting,
+            lambda: verifiers.known.num_routed,
             vllm_names=settings.vllm_metric_names,
         )
         self.created = int(time.time())

@@ -51,6 +51,17 @@ class SequenceSpec:
     model_fingerprint: str | None = None
 
 
+class VerifierLoad(NamedTuple):
+    """What a verifier has to do, for all gateways, as it last told."""
+
+    num_running: int
+    num_waiting: int
+    # Sequences that run at once at most.
+    max_running: int
+    num_blocks: int
+    num_free_blocks: int
+
+
 class NewTokens(NamedTuple):
     """The next tokens of one sequence; ``sources`` has one entry per token."""
 

@@ -25,10 +25,12 @@ class GatewayMetrics:
         model_name: str,
         num_requests: Callable[[], int],
         num_waiting: Callable[[], int],
+        num_routed: Callable[[], Mapping[str, int]],
         *,
         vllm_names: bool = False,
     ) -> None:
-        """``num_requests``: requests in the gateway; ``num_waiting``: sequences without a verifier.
+        """``num_requests``: requests in the gateway; ``num_waiting``: sequences without a verifier;
+        ``num_routed``: decisions about a verifier by their reason.
 
         ``vllm_names``: show all of vLLM's metrics under vLLM's names, too; without it only those that
         `vllm bench serve` reads.
@@ -52,6 +54,11 @@ class GatewayMetrics:
         registry.observed_gauge("gateway_num_requests", "Requests in the gateway now.", lambda: [(num_requests(), {})])
         registry.observed_gauge(
             "gateway_num_sequences_waiting", "Sequences that wait for a verifier.", lambda: [(num_waiting(), {})]
+        )
+        registry.observed_counter(
+            "gateway_routing_decisions",
+            "Requests and resumed sequences, by what chose their verifier.",
+            lambda: [(count, {"reason": str(reason)}) for reason, count in num_routed().items()],
         )
         self._resumes = registry.counter("sequences_resumed", "Outputs resumed after their verifier was lost.")
 

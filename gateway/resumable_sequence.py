@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.results import FinishReason
 from gateway.messages import Finished, NewTokens, OutputSink, SequenceSpec
+from gateway.routing.prefix import prefix_keys
 from gateway.verifier_client import VerifierClient
 
 
@@ -67,6 +69,10 @@ class ResumableSequence:
     def was_lost(self) -> bool:
         """Whether its next start is a resume."""
         return self._attempt > 0
+
+    def prefix_keys(self) -> Iterator[int]:
+        """Return the keys of the prompt's prefixes, by which its verifier is chosen."""
+        return prefix_keys(self._spec.prompt_ids, self._spec.cache_salt)
 
     def submit_to(self, client: VerifierClient) -> None:
         """Start or resume on ``client``, which must be up."""

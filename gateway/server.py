@@ -32,6 +32,8 @@ from gateway.access.tls_listener import TlsListener
 from gateway.app import create_app
 from gateway.config import GatewaySettings
 from gateway.core import GatewayCore
+from gateway.discovery.locations import source_of
+from gateway.discovery.source import VerifierSource
 from gateway.grpc import bodies as grpc_bodies
 from gateway.grpc.api import API, SERVICE_NAME, GatewayServicer
 from gateway.grpc.bodies import BodyInterceptor
@@ -70,8 +72,10 @@ async def serve(settings: GatewaySettings) -> None:
 class Gateway:
     """A gateway: entering it binds the ports and serves, leaving it drains and stops."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, source: VerifierSource | None = None) -> None:
+        """``source``: where verifiers are, in place of ``settings.verifiers``."""
         self._settings = settings
+        self._source = source
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Gateway:
@@ -89,11 +93,12 @@ class Gateway:
                 stack.push_async_callback(asyncio.to_thread, tracer.close)
             tokenizer = await asyncio.to_thread(Tokenizer, settings.model, settings.chat_template)
             self.verifiers = VerifierPool(
-                settings.verifiers,
+                self._source or source_of(settings.verifiers, interval_s=settings.discovery_interval_s),
                 resume_attempts=settings.resume_attempts,
                 wait_s=settings.verifier_wait_s,
                 on_change=lambda is_ready: self._health.mark(is_ready),
                 credentials=read_credentials(settings),
+                load_bound=settings.routing_load_bound,
             )
             admin_key = settings.admin_key()
             files = settings.certificate_files

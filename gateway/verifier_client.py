@@ -19,6 +19,7 @@ from foretoken.links import NO_CREDENTIALS, LinkCredentials
 from gateway import verifier_wire
 from gateway.messages import SequenceSink, SequenceSpec, VerifierInfo
 from gateway.sequence_routes import UNAVAILABLE, SequenceRoutes
+from gateway.verifier_figures import VerifierFigures
 from protos import verifier_pb2, verifier_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -42,10 +43,15 @@ class VerifierClient:
         address: str,
         *,
         on_change: Callable[[], Awaitable[None]] | None = None,
+        on_figures: Callable[[VerifierClient], None] | None = None,
         silence_limit_s: float = SILENCE_LIMIT_S,
         credentials: LinkCredentials = NO_CREDENTIALS,
     ) -> None:
-        """``on_change`` is awaited each time ``is_up`` or ``awaits_drafters`` changes."""
+        """``on_change`` is awaited each time ``is_up`` or ``awaits_drafters`` changes.
+
+        ``on_figures`` is called at once when ``is_up``, ``figures`` or ``num_sequences`` may have
+        changed: before lost sequences are placed elsewhere.
+        """
         self.address = address
         # Why the session is not up.
         self.reason = "the verifier has not been reached yet"
@@ -53,7 +59,11 @@ class VerifierClient:
         self.fingerprint = ""
         # Whether the verifier, which takes submissions, waits for drafters to attach after its start.
         self.awaits_drafters = False
+        # Whether its streams end here and nothing else starts: it is no longer wanted.
+        self.is_leaving = False
+        self.figures = VerifierFigures()
         self._on_change = on_change
+        self._on_figures = on_figures
         self._silence_limit_s = silence_limit_s
         self._credentials = credentials
         self._routes = SequenceRoutes(self._send_abort)
@@ -61,17 +71,13 @@ class VerifierClient:
         # Any: the generated stub is untyped.
         self._stub: Any = None
         self._info: VerifierInfo | None = None
-        self._room: int | None = None
+        self._is_draining = False
         self._up = asyncio.Event()
 
     @property
     def is_up(self) -> bool:
         """Whether the verifier takes submissions now: the session is up, and it does not drain."""
         return self._up.is_set()
-
-    def has_room(self, num_sequences: int) -> bool:
-        """Whether the verifier's queue has room, by its last message and the submissions since."""
-        return not num_sequences or self._room is None or self._room >= num_sequences
 
     @property
     def info(self) -> VerifierInfo:
@@ -85,6 +91,21 @@ class VerifierClient:
         """This gateway's sequences that run or wait at the verifier."""
         return len(self._routes)
 
+    async def leave(self) -> None:
+        """Submit no more sequences; running ones continue."""
+        if not self.is_leaving:
+            self.is_leaving = True
+            await self._refuse("the verifier is no longer listed")
+
+    async def stay(self) -> None:
+        """Undo ``leave``."""
+        if self.is_leaving:
+            self.is_leaving = False
+            if self._outgoing is not None and not self._is_draining:
+                self._up.set()
+                self._figures_changed()
+                await self._changed()
+
     async def run(self) -> None:
         """Keep a session until cancelled; after a break, reconnect at least once a second."""
         backoff = FIRST_BACKOFF_S
@@ -97,7 +118,7 @@ class VerifierClient:
             except UnavailableError as error:
                 had_session = await self._down(error.message)
             except BaseException:
-                await self._down("the gateway is stopping", level=logging.INFO)
+                await self._down("the gateway ended the session", level=logging.INFO)
                 raise
             if had_session:
                 backoff = FIRST_BACKOFF_S
@@ -116,8 +137,9 @@ class VerifierClient:
         if self._outgoing is None or not self.is_up:
             raise UnavailableError(f"not ready: {self.reason}")
         self._routes.add(spec, sink)
-        if self._room is not None and not spec.attempt:
-            self._room -= 1
+        if not spec.attempt:
+            self.figures.submitted()
+        self._figures_changed()
         self._outgoing.put_nowait(verifier_pb2.SessionRequest(submit=verifier_wire.spec_to_proto(spec)))
 
     def abort(self, request_id: str, choice_index: int, *, kept_tokens: int) -> None:
@@ -127,6 +149,7 @@ class VerifierClient:
     def drop(self, request_id: str, choice_index: int) -> None:
         """End a sequence that nobody wants any more; its sink gets nothing from now on."""
         self._routes.drop(request_id, choice_index)
+        self._figures_changed()
 
     async def fetch_info(self) -> VerifierInfo:
         """Ask the verifier for fresh figures. Raises UnavailableError if it does not answer."""
@@ -172,7 +195,7 @@ class VerifierClient:
         try:
             async for response in call:
                 watch.touch()
-                self._room = response.queue_room if response.HasField("queue_room") else None
+                self.figures.take(response, len(self._routes))
                 was_awaiting = self.awaits_drafters
                 if response.HasField("heartbeat"):
                     self.awaits_drafters = response.heartbeat.awaits_drafters
@@ -181,14 +204,19 @@ class VerifierClient:
                     watch.limit_s = self._silence_limit_s
                     self._outgoing = outgoing
                     self.fingerprint = response.started.model_fingerprint
-                    self._up.set()
+                    self._is_draining = response.draining
+                    if not self.is_leaving:
+                        self._up.set()
+                    self._figures_changed()
                     logger.info("verifier session up", extra={"verifier": self.address})
                     await self._changed()
                 elif self.awaits_drafters != was_awaiting:
                     await self._changed()
                 if response.draining or any(error.code == UNAVAILABLE for error in response.errors):
+                    self._is_draining = True
                     await self._refuse("the verifier is draining")
                 self._routes.dispatch(response)
+                self._figures_changed()
         except grpc.aio.AioRpcError as error:
             what = "cannot be reached" if self._outgoing is None else "lost its session"
             raise UnavailableError(f"the verifier {what}: {error.code().name}") from error
@@ -209,6 +237,7 @@ class VerifierClient:
         if self.is_up:
             self.reason = reason
             self._up.clear()
+            self._figures_changed()
             logger.info("verifier takes no more", extra={"verifier": self.address, "reason": reason})
             await self._changed()
 
@@ -221,13 +250,20 @@ class VerifierClient:
         self.reason = reason
         self._outgoing = None
         self._up.clear()
+        self.figures = VerifierFigures()
+        self._figures_changed()
         if had_session:
             extra = {"verifier": self.address, "reason": reason, "num_sequences": len(self._routes)}
             logger.log(level, "verifier session down", extra=extra)
         self._routes.lose_all(reason)
+        self._figures_changed()
         if had_session:
             await self._changed()
         return had_session
+
+    def _figures_changed(self) -> None:
+        if self._on_figures is not None:
+            self._on_figures(self)
 
     async def _changed(self) -> None:
         if self._on_change is not None:

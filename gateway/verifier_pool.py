@@ -1,4 +1,4 @@
-"""Choose the verifier that each sequence starts on, and resumes on when its verifier is lost.
+"""Start each sequence on a verifier, and resume it on another when its verifier is lost.
 
 The pool knows no text and no emitted tokens.
 """
@@ -8,13 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 
 from foretoken.errors import QueueFullError, UnavailableError
 from foretoken.links import NO_CREDENTIALS, LinkCredentials
+from gateway.discovery.source import VerifierSource
 from gateway.messages import OutputSink, SequenceSpec, VerifierInfo
 from gateway.resumable_sequence import Binding, ResumableSequence
+from gateway.routing.router import DEFAULT_LOAD_BOUND
 from gateway.verifier_client import SILENCE_LIMIT_S, VerifierClient
+from gateway.verifier_set import VerifierSet
 
 logger = logging.getLogger(__name__)
 
@@ -27,23 +30,32 @@ class VerifierPool:
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        source: VerifierSource,
         *,
         resume_attempts: int,
         wait_s: float,
         on_change: Callable[[bool], Awaitable[None]] | None = None,
         silence_limit_s: float = SILENCE_LIMIT_S,
         credentials: LinkCredentials = NO_CREDENTIALS,
+        load_bound: float = DEFAULT_LOAD_BOUND,
     ) -> None:
         """A new request waits ``wait_s`` for a verifier; a lost one until its deadline.
 
         ``on_change`` is awaited with ``is_ready`` each time a verifier comes or goes, or has its
         drafters.
         """
-        self.clients = [
-            VerifierClient(address, on_change=self._changed, silence_limit_s=silence_limit_s, credentials=credentials)
-            for address in addresses
-        ]
+
+        def make_client(address: str, on_figures: Callable[[VerifierClient], None]) -> VerifierClient:
+            return VerifierClient(
+                address,
+                on_change=self._changed,
+                on_figures=on_figures,
+                silence_limit_s=silence_limit_s,
+                credentials=credentials,
+            )
+
+        # Which verifiers there are.
+        self.known = VerifierSet(source, make_client, self._changed, load_bound=load_bound)
         self._resume_attempts = resume_attempts
         self._wait_s = wait_s
         self._on_change = on_change
@@ -59,6 +71,11 @@ class VerifierPool:
         self._refreshing: asyncio.Task[object] | None = None
 
     @property
+    def clients(self) -> list[VerifierClient]:
+        """A client for each verifier, those included that leave."""
+        return self.known.clients
+
+    @property
     def is_up(self) -> bool:
         """Whether a verifier takes sequences now."""
         return any(client.is_up for client in self.clients)
@@ -72,7 +89,7 @@ class VerifierPool:
         for client in sorted(self.clients, key=lambda client: not client.is_up):
             with contextlib.suppress(UnavailableError):
                 return client.info
-        raise UnavailableError(f"not ready: {self.clients[0].reason}")
+        raise UnavailableError(f"not ready: {self.known.reason}")
 
     @property
     def num_sequences(self) -> int:
@@ -86,9 +103,7 @@ class VerifierPool:
 
     async def run(self) -> None:
         """Keep all sessions until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for client in self.clients:
-                group.create_task(client.run())
+        await self.known.run()
 
     async def wait_info(self) -> VerifierInfo:
         """Return ``info`` after waiting ``wait_s`` at most.
@@ -126,8 +141,7 @@ class VerifierPool:
 
     def check_room(self, num_sequences: int) -> None:
         """Raise QueueFullError if verifiers are up and no queue has room for the new sequences."""
-        up = [client for client in self.clients if client.is_up]
-        if up and not any(client.has_room(num_sequences) for client in up):
+        if self.is_up and not self.known.has_room(num_sequences):
             raise QueueFullError("the queue is full")
 
     def start(self, specs: Iterable[tuple[SequenceSpec, OutputSink]]) -> list[ResumableSequence]:
@@ -140,7 +154,7 @@ class VerifierPool:
             ResumableSequence(spec, sink, self, binding, resume_attempts=self._resume_attempts) for spec, sink in specs
         ]
         self.check_room(len(sequences))
-        client = self._pick(binding, num_new=len(sequences))
+        client = self.known.route(sequences[0].prefix_keys(), model="", num_new=len(sequences))
         self._sequences.update(sequences)
         for sequence in sequences:
             if client is None:
@@ -159,11 +173,13 @@ class VerifierPool:
 
         If all verifiers are up and none runs the sequence's model, the sequence ends with an error.
         """
-        client = self._pick(sequence.binding)
+        model = sequence.binding.fingerprint
+        client = self.known.route(sequence.prefix_keys(), model=model, num_new=0)
+        staying = [client for client in self.clients if not client.is_leaving]
         if client is not None:
             self._stop_waiting(sequence)
             sequence.submit_to(client)
-        elif all(client.is_up and not _fits(client, sequence.binding) for client in self.clients):
+        elif staying and all(client.is_up and client.fingerprint != model for client in staying):
             sequence.fail("the verifier was lost, and another model runs now")
         else:
             self._wait(sequence)
@@ -172,11 +188,6 @@ class VerifierPool:
         """Free what is held for a sequence that ended or that nobody wants any more."""
         self._stop_waiting(sequence)
         self._sequences.discard(sequence)
-
-    def _pick(self, binding: Binding, num_new: int = 0) -> VerifierClient | None:
-        """Return the fitting verifier with the fewest sequences of this gateway."""
-        fitting = [c for c in self.clients if c.is_up and c.has_room(num_new) and _fits(c, binding)]
-        return min(fitting, key=lambda client: client.num_sequences, default=None)
 
     def _wait(self, sequence: ResumableSequence) -> None:
         if sequence in self._waiting:
@@ -196,11 +207,10 @@ class VerifierPool:
 
     def _give_up(self, sequence: ResumableSequence) -> None:
         """Fail a sequence that waited too long."""
-        reasons = "; ".join(client.reason for client in self.clients if not client.is_up)
         if sequence.was_lost:
-            sequence.fail(f"the verifier was lost and none came up before the request's deadline: {reasons}")
+            sequence.fail(f"the verifier was lost and none came up before the request's deadline: {self.known.reason}")
         else:
-            sequence.fail(f"not ready: {reasons}")
+            sequence.fail(f"not ready: {self.known.reason}")
 
     async def _changed(self) -> None:
         """Place waiting sequences: a verifier came up, went down, or takes no more."""
@@ -219,7 +229,3 @@ class VerifierPool:
             logger.info("sequences go on", extra={"num_sequences": num_waiting - len(self._waiting)})
         if self._on_change is not None:
             await self._on_change(self.is_ready)
-
-
-def _fits(client: VerifierClient, binding: Binding) -> bool:
-    return binding.fingerprint in ("", client.fingerprint)

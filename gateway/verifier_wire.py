@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foretoken import wire
-from gateway.messages import DrafterInfo, Finished, SequenceSpec, VerifierInfo
+from gateway.messages import DrafterInfo, Finished, SequenceSpec, VerifierInfo, VerifierLoad
 from protos import verifier_pb2
 
 # Numbers and texts that the messages have under the same name.
@@ -40,6 +40,10 @@ def finished_from_proto(finished: verifier_pb2.Finished) -> Finished:
         speculation=wire.stats_from_proto(finished.speculation),
         stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
     )
+
+
+def load_from_proto(load: verifier_pb2.Load) -> VerifierLoad:
+    return VerifierLoad(load.num_running, load.num_waiting, load.max_running, load.num_blocks, load.num_free_blocks)
 
 
 def info_from_proto(info: verifier_pb2.GetInfoResponse) -> VerifierInfo:

@@ -58,7 +58,7 @@ class Abort(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., kept_tokens: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("started", "tokens", "finished", "errors", "heartbeat", "draining", "queue_room")
+    __slots__ = ("started", "tokens", "finished", "errors", "heartbeat", "draining", "queue_room", "load")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class SessionResponse(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     QUEUE_ROOM_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     started: SessionStarted
     tokens: _containers.RepeatedCompositeFieldContainer[Tokens]
     finished: _containers.RepeatedCompositeFieldContainer[Finished]
@@ -73,7 +74,22 @@ class SessionResponse(_message.Message):
     heartbeat: Heartbeat
     draining: bool
     queue_room: int
-    def __init__(self, started: _Optional[_Union[SessionStarted, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[SequenceError, _Mapping]]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: bool = ..., queue_room: _Optional[int] = ...) -> None: ...
+    load: Load
+    def __init__(self, started: _Optional[_Union[SessionStarted, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[SequenceError, _Mapping]]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: bool = ..., queue_room: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("num_running", "num_waiting", "max_running", "num_blocks", "num_free_blocks")
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    num_waiting: int
+    max_running: int
+    num_blocks: int
+    num_free_blocks: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ...) -> None: ...
 
 class SessionStarted(_message.Message):
     __slots__ = ("epoch", "model_fingerprint")

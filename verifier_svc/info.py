@@ -57,6 +57,18 @@ class VerifierInfo:
         )
 
 
+def load(engine: Engine) -> verifier_pb2.Load:
+    """Return what the engine has to do now, approximately: it keeps running."""
+    scheduler = engine.scheduler
+    return verifier_pb2.Load(
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        max_running=scheduler.max_running,
+        num_blocks=scheduler.blocks.num_blocks,
+        num_free_blocks=scheduler.blocks.num_free_blocks,
+    )
+
+
 # Fields that the answer has under the same name.
 _CONSTANTS = wire.field_names(VerifierInfo, without=("limits",))
 

@@ -27,7 +27,7 @@ from verifier_svc.drafters.awaited import AwaitedDrafters
 from verifier_svc.drafters.corpora import DrafterCorpora
 from verifier_svc.drafters.registry import DrafterRegistry
 from verifier_svc.engine import Engine
-from verifier_svc.info import VerifierInfo, drafter_state
+from verifier_svc.info import VerifierInfo, drafter_state, load
 from verifier_svc.messages import ErrorEvent, FinishedEvent, FlushCache, TokensEvent
 from verifier_svc.open_session import OpenSession
 from verifier_svc.sampling.grammar_compiler import GrammarCompiler
@@ -103,6 +103,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                     heartbeat=self._heartbeat(),
                     draining=told_draining,
                     queue_room=self._engine.queue_room,
+                    load=load(self._engine),
                 )
                 beat_at = time.monotonic() + HEARTBEAT_S
                 while not reader.done():
@@ -119,6 +120,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                         continue
                     response.draining = told_draining = self._draining
                     response.queue_room = self._engine.queue_room
+                    response.load.CopyFrom(load(self._engine))
                     yield response
                 await reader
             finally:

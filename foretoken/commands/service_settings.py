@@ -92,7 +92,8 @@ COMMANDS: dict[str, tuple[type[Settings], ...]] = {
 }
 # Settings that ``serve`` decides itself, or that need services started one by one.
 _NOT_OF_SERVE = {
-    *("verifiers", "speculative_metrics", "max_concurrent_requests", "drain_timeout_s"),
+    *("verifiers", "discovery_interval_s", "routing_load_bound"),
+    *("speculative_metrics", "max_concurrent_requests", "drain_timeout_s"),
     *("worker_socket", "liveness_socket", "probe_key"),
     *("address", "insecure_links", "draft_timeout_ms", "name", "algorithm", "target", "disable_coupled_noise"),
 }

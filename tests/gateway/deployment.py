@@ -12,8 +12,10 @@ from typing import Any
 import httpx
 
 from gateway.config import GatewaySettings
+from gateway.discovery.source import VerifierSource
 from gateway.server import Gateway
 from gateway.tokenizer import Tokenizer
+from gateway.verifier_client import VerifierClient
 from protos import common_pb2
 from tests.gateway.scripted_verifier import ABORT, LENGTH, Player, Script, ScriptedVerifier, serving
 from tests.support.tcp_clients import JSON_TYPE
@@ -29,10 +31,18 @@ def logprob(token_id: int) -> common_pb2.TokenLogprobs:
 
 
 class Deployment:
-    """A gateway, and verifiers that come and go at the addresses it knows."""
+    """A gateway, and verifiers that come and go at ``addresses``."""
 
-    def __init__(self, gateway: Gateway, http: httpx.AsyncClient, settings: GatewaySettings, tokenizer: Tokenizer):
+    def __init__(
+        self,
+        gateway: Gateway,
+        http: httpx.AsyncClient,
+        settings: GatewaySettings,
+        tokenizer: Tokenizer,
+        addresses: tuple[str, ...],
+    ) -> None:
         self.gateway, self.http, self.settings, self.tokenizer = gateway, http, settings, tokenizer
+        self.addresses = addresses
         self.verifiers: list[ScriptedVerifier] = []
         self._servers: dict[int, AsyncExitStack] = {}
 
@@ -45,21 +55,30 @@ class Deployment:
         queue_room: int | None = None,
         awaits_drafters: bool = False,
     ) -> ScriptedVerifier:
-        """Start a new verifier at address ``number``. With ``queue_room`` it has no heartbeats."""
+        """Start a new verifier at address ``number``, and wait for its session if the gateway knows it.
+
+        With ``queue_room`` it has no heartbeats.
+        """
         verifier = ScriptedVerifier(self.tokenizer.vocab_size)
         verifier.queue_room, verifier.heartbeats = queue_room, queue_room is None
         verifier.script, verifier.awaits_drafters = script, awaits_drafters
         verifier.info.model_fingerprint = fingerprint
         stack = self._servers[number] = AsyncExitStack()
-        await stack.enter_async_context(serving(verifier, Path(self.settings.verifiers[number].removeprefix("unix:"))))
+        await stack.enter_async_context(serving(verifier, Path(self.addresses[number].removeprefix("unix:"))))
         self.verifiers.append(verifier)
-        await self.gateway.verifiers.clients[number].wait_up()
+        if (client := self.client(number)) is not None:
+            await client.wait_up()
         return verifier
+
+    def client(self, number: int) -> VerifierClient | None:
+        """Return the gateway's client for address ``number``; None if it knows none."""
+        known = {client.address: client for client in self.gateway.verifiers.clients}
+        return known.get(self.addresses[number])
 
     async def kill(self, number: int = 0) -> None:
         await self._servers.pop(number).aclose()
-        client = self.gateway.verifiers.clients[number]
-        await self.until(lambda: not client.is_up)
+        client = self.client(number)
+        await self.until(lambda: client is None or not client.is_up)
 
     async def close(self) -> None:
         for stack in self._servers.values():
@@ -77,16 +96,22 @@ class Deployment:
 
 @asynccontextmanager
 async def deployment(
-    settings: GatewaySettings, tokenizer: Tokenizer, num_verifiers: int = 1, **more: Any
+    settings: GatewaySettings,
+    tokenizer: Tokenizer,
+    num_verifiers: int = 1,
+    *,
+    source: VerifierSource | None = None,
+    **more: Any,
 ) -> AsyncIterator[Deployment]:
+    """Run a gateway that knows ``num_verifiers`` addresses, or what ``source`` or ``more`` says."""
     folder = Path(settings.verifiers[0].removeprefix("unix:")).parent
     addresses = tuple(f"unix:{folder}/v{number}.sock" for number in range(num_verifiers))
     settings = settings.model_copy(update={"verifiers": addresses, **more})
     async with (
-        Gateway(settings) as gateway,
+        Gateway(settings, source) as gateway,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}", timeout=None, headers=JSON_TYPE) as http,
     ):
-        running = Deployment(gateway, http, settings, tokenizer)
+        running = Deployment(gateway, http, settings, tokenizer, addresses)
         try:
             yield running
         finally:

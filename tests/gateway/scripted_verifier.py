@@ -120,7 +120,9 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.num_flushes = 0
         # Sent in every message; None: not sent.
         self.queue_room: int | None = None
-        self.num_sessions = 0
+        # Sent in every message; None: not sent.
+        self.load: verifier_pb2.Load | None = None
+        self.num_sessions = self.num_ended_sessions = 0
         # Sent in every heartbeat, of which a session's first message has one.
         self.awaits_drafters = False
         self.info = verifier_pb2.GetInfoResponse(
@@ -187,7 +189,9 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         reader = asyncio.create_task(self._read(request_iterator, outgoing.put_nowait))
         self._sessions.append(outgoing)
         started = verifier_pb2.SessionStarted(epoch=self.info.epoch, model_fingerprint=self.info.model_fingerprint)
-        yield verifier_pb2.SessionResponse(started=started, queue_room=self.queue_room, heartbeat=self._heartbeat())
+        yield verifier_pb2.SessionResponse(
+            started=started, queue_room=self.queue_room, load=self.load, heartbeat=self._heartbeat()
+        )
         try:
             while True:
                 try:
@@ -198,8 +202,11 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                     response = verifier_pb2.SessionResponse(heartbeat=self._heartbeat())
                 if self.queue_room is not None:
                     response.queue_room = self.queue_room
+                if self.load is not None:
+                    response.load.CopyFrom(self.load)
                 yield response
         finally:
+            self.num_ended_sessions += 1
             reader.cancel()
 
     def _heartbeat(self) -> verifier_pb2.Heartbeat:

@@ -226,20 +226,22 @@ async def accepted_tokens(stack: Stack) -> int:
     return int(answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"])
 
 
-class Pair:
-    """Two verifiers and one gateway, started by hand, without a supervisor."""
+class Several:
+    """Three verifiers that a file names, and one gateway, started by hand, without a supervisor."""
 
     def __init__(self, checkpoint: Path, folder: Path) -> None:
         self.port, self.grpc_port = free_ports(2)
         self.log = folder / "log"
         self._checkpoint = checkpoint
-        addresses = [f"unix:{folder}/v{number}.sock" for number in range(2)]
+        self.addresses = [f"unix:{folder}/v{number}.sock" for number in range(3)]
+        self.file = folder / "verifiers"
+        self.file.write_text("\n".join(self.addresses))
         with self.log.open("w") as log:
             self.verifiers = [
                 self._start(log, "verifier", "--address", address, "--threads", "1", "--drain-timeout", "0")
-                for address in addresses
+                for address in self.addresses
             ]
-            flags = [word for address in addresses for word in ("--verifier", address)]
+            flags = ["--verifier", f"file:{self.file}", "--discovery-interval", "0.2"]
             ports = ("--port", str(self.port), "--grpc-port", str(self.grpc_port))
             self.gateway = self._start(log, "gateway", *flags, *ports)
 
@@ -247,15 +249,19 @@ class Pair:
         command = [sys.executable, "-P", "-m", "foretoken", service, str(self._checkpoint), *flags]
         return subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=log)
 
-    async def wait_up(self, count: int) -> None:
-        """Return once the gateway calls ``count`` verifiers up."""
+    def busiest(self) -> subprocess.Popen[bytes]:
+        """Return the verifier that has used the CPU most."""
+        return max(self.verifiers, key=lambda process: sum(psutil.Process(process.pid).cpu_times()[:2]))
+
+    async def wait_up(self, count: int) -> list[str]:
+        """Return the addresses of the gateway's verifiers once ``count`` are up."""
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", trust_env=False, timeout=None) as http:
             while True:
                 assert self.gateway.poll() is None, self.log.read_text()
                 with contextlib.suppress(httpx.TransportError):
                     verifiers = (await http.get("/ready")).json()["verifiers"]
                     if sum(verifier["up"] for verifier in verifiers) == count:
-                        return
+                        return sorted(verifier["address"] for verifier in verifiers)
                 await asyncio.sleep(0.05)
 
     def close(self) -> None:
@@ -265,29 +271,55 @@ class Pair:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-async def test_streams_go_on_at_the_other_verifier(
+async def test_streams_go_on_at_the_other_verifiers(
     checkpoint: Path, tmp_path: Path, expected: dict[str, Any], number: signal.Signals
 ) -> None:
     """After SIGTERM a verifier hands over the streams that it cannot finish in its drain."""
-    pair = Pair(checkpoint, tmp_path)
+    several = Several(checkpoint, tmp_path)
     try:
-        await pair.wait_up(2)
+        await several.wait_up(3)
 
         async def disturb() -> None:
-            busy = max(pair.verifiers, key=lambda process: sum(psutil.Process(process.pid).cpu_times()[:2]))
+            busy = several.busiest()
             busy.send_signal(number)
             status = await asyncio.to_thread(busy.wait)
             assert status == (0 if number == signal.SIGTERM else -number)
 
-        answers = await disturbed(Clients(pair.port, pair.grpc_port), disturb)
-        for name in REST:
-            assert answers[name] == expected[name], name
-        assert {**answers["grpc"], "steps": 0} == {**expected["grpc"], "steps": 0}
-        await pair.wait_up(1)
-        pair.gateway.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(pair.gateway.wait) == 0
+        assert_same_texts(await disturbed(Clients(several.port, several.grpc_port), disturb), expected)
+        await several.wait_up(2)
+        several.gateway.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(several.gateway.wait) == 0
     finally:
-        pair.close()
+        several.close()
+
+
+async def test_a_verifier_that_is_no_longer_listed_finishes_its_streams(
+    checkpoint: Path, tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    several = Several(checkpoint, tmp_path)
+    try:
+        await several.wait_up(3)
+        kept = []
+
+        async def disturb() -> None:
+            busy = several.verifiers.index(several.busiest())
+            kept.extend(address for number, address in enumerate(several.addresses) if number != busy)
+            several.file.write_text("\n".join(kept))
+
+        assert_same_texts(await disturbed(Clients(several.port, several.grpc_port), disturb), expected)
+        # Its session ended with its last stream, and it serves whoever comes next.
+        assert await several.wait_up(2) == sorted(kept)
+        assert all(verifier.poll() is None for verifier in several.verifiers)
+        answers = await Clients(several.port, several.grpc_port).ask_all()
+        assert_same_texts(answers, expected)
+    finally:
+        several.close()
+
+
+def assert_same_texts(answers: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name in REST:
+        assert answers[name] == expected[name], name
+    assert {**answers["grpc"], "steps": 0} == {**expected["grpc"], "steps": 0}
 
 
 async def test_a_gateway_that_is_killed_leaves_no_sequence_behind(stack: Stack, expected: dict[str, Any]) -> None:

@@ -387,6 +387,32 @@ def test_the_room_in_the_queue_is_sent_with_every_message() -> None:
     run(scenario, target=target, max_running=1, max_waiting=2)
 
 
+def test_the_load_of_all_sessions_is_sent_with_every_message() -> None:
+    target = HeldTarget()
+
+    async def scenario(stub: Stub, harness: Harness) -> None:
+        blocks = harness.engine.scheduler.blocks
+        busy, other = stub.Session(), stub.Session()
+        first = (await other.read()).load
+        assert (first.num_running, first.num_waiting, first.max_running) == (0, 0, 1)
+        assert first.num_free_blocks == first.num_blocks == blocks.num_blocks
+        await busy.read()
+        await busy.write(submit(sequence("running")))
+        await asyncio.to_thread(target.began.wait)
+        # A heartbeat tells a session about the sequences of others.
+        while (load := (await other.read()).load).num_running != 1:
+            pass
+        assert load.num_free_blocks < load.num_blocks
+        target.go_on.set()
+        while (load := (await other.read()).load).num_running:
+            pass
+        assert load.num_free_blocks == load.num_blocks
+        for call in (busy, other):
+            await call.done_writing()
+
+    run(scenario, target=target, max_running=1, max_waiting=2)
+
+
 def test_a_drain_without_events_is_sent_before_the_next_heartbeat() -> None:
     async def scenario() -> None:
         async with served({}) as (stub, _, service):

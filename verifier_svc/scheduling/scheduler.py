@@ -28,6 +28,7 @@ class Scheduler:
             prefill: chooses the prompt tokens of one step.
         """
         self.blocks = blocks
+        self.max_running = max_running
         self._max_waiting = max_waiting
         self.prefill = prefill
         self._free_slots = list(range(max_running - 1, -1, -1))

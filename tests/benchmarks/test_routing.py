@@ -1,0 +1,142 @@
+"""The routing simulator: its traces, its verifiers by hand, its bars, a death, and real verifiers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.routing import measured, simulator, trace
+from benchmarks.routing.modelled_fleet import Death, ModelledFleet, made_up_addresses
+from benchmarks.routing.modelled_verifier import Costs, ModelledVerifier, Sequence
+from benchmarks.routing.trace import Mix, Request
+
+MIX = Mix(rate=200, seconds=60)
+# Steps of 10 ms, rows of 1 ms, prompt tokens of 0.1 ms, and whole prompts in one step.
+COSTS = Costs(0.01, 0.001, 0.0001, rows=2, cache_tokens=1000, chunk_tokens=100, limit_s=1e9)
+
+
+def request(length: int, output: int, ids: list[int], at_s: float = 0.0) -> Request:
+    return Request(at_s, length, output, tuple(ids))
+
+
+def drive(verifier: ModelledVerifier) -> list[tuple[float, Sequence]]:
+    """Run a verifier until it is idle; return what finished and when."""
+    ends = []
+    while (now := verifier.next_s) < math.inf:
+        ends += [(now, sequence) for sequence in verifier.advance(now)]
+    return ends
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    requests = [request(100, 5, [1, 2], 0.25), request(30, 1, [3], 1.5)]
+    trace.write(path, requests)
+    assert trace.read(path) == requests
+    assert json.loads(path.read_text().splitlines()[0]) == {
+        "timestamp": 250,
+        "input_length": 100,
+        "output_length": 5,
+        "hash_ids": [1, 2],
+    }
+    path.write_text('{"timestamp": 1}\n')
+    with pytest.raises(ValueError, match=r"trace.jsonl, line 1: KeyError\('input_length'\)"):
+        trace.read(path)
+
+
+def test_prompts_share_tokens_as_far_as_ids() -> None:
+    first = trace.token_ids(request(150, 1, [1, 2, 3]), 64)
+    second = trace.token_ids(request(192, 1, [1, 2, 4]), 64)
+    assert (len(first), len(second)) == (150, 192)
+    assert first[:128] == second[:128] and not set(first[128:]) & set(second[128:])
+    assert max(trace.token_ids(request(64, 1, [7]), 64, vocab_size=50)) < 50
+
+
+def test_an_unlimited_cache_finds_all_but_the_last_token() -> None:
+    requests = [request(100, 1, [1, 2]), request(128, 1, [1, 3]), request(128, 1, [1, 3])]
+    # 64 of the second; 64 and 63 of the third.
+    assert trace.infinite_hit_rate(requests, 64) == pytest.approx((64 + 64 + 63) / (100 + 128 + 128))
+
+
+def test_a_verifier_by_hand() -> None:
+    verifier = ModelledVerifier(COSTS, 10)
+    verifier.submit(Sequence(request(40, 3, [1, 2, 3, 4]), 0), 0.0)
+    ((end, sequence),) = drive(verifier)
+    # A step for the prompt, which samples the first token, and two for the others.
+    assert sequence.first_token_s == pytest.approx(0.010 + 40 * 0.0001)
+    assert end == pytest.approx(0.014 + 2 * 0.011)
+    # Of the same blocks only the last token runs again, and another request waits beside both rows.
+    verifier = ModelledVerifier(COSTS, 10)
+    for _ in range(3):
+        verifier.submit(Sequence(request(40, 2, [1, 2, 3, 4]), 0), 0.0)
+    ends = drive(verifier)
+    assert [round(sequence.queued_s, 4) for _, sequence in ends] == [0.0, 0.014, 0.0251]
+    assert (verifier.counts.prompt_tokens, verifier.counts.hit_tokens) == (120, 78)
+    assert verifier.counts.output_tokens == 6
+
+
+def test_a_full_cache_drops_what_was_used_longest_ago() -> None:
+    verifier = ModelledVerifier(Costs(0.01, 0, 0, rows=1, cache_tokens=100, chunk_tokens=100), 10)
+    prompts = [range(1, 6), range(11, 16), range(21, 26), range(1, 6), range(21, 26)]
+    for number, ids in enumerate(prompts):
+        verifier.submit(Sequence(request(50, 1, list(ids), number), 0), float(number))
+        drive(verifier)
+    # The first was dropped for the third; the third was still there at the end.
+    assert verifier.counts.hit_tokens == 49
+
+
+def run(num_verifiers: int, **more: object) -> simulator.Report:
+    requests = trace.make(MIX)
+    fleet = ModelledFleet(Costs(), made_up_addresses(num_verifiers), MIX.block_tokens, **more)  # type: ignore[arg-type]
+    return simulator.report(fleet, fleet.replay(requests), requests, MIX.block_tokens)
+
+
+def test_routing_meets_its_bars_at_eight_verifiers_and_load_alone_does_not() -> None:
+    routed, by_load = run(8), run(8, by_load=True)
+    assert routed.meets_bars, routed
+    assert by_load.hit_rate < 0.75 * routed.hit_rate
+    assert set(by_load.reasons) == {"load"}
+
+
+def test_several_gateways_agree() -> None:
+    assert run(8, num_gateways=4).hit_rate > 0.95 * run(8).hit_rate
+
+
+def test_a_death_loses_no_token() -> None:
+    requests = trace.make(MIX)[:3000]
+    fleet = ModelledFleet(Costs(), made_up_addresses(10), MIX.block_tokens)
+    done = fleet.replay(requests, Death(8.0, frozenset({4}), noticed_s=2.0))
+    assert len(done.finished) == len(requests)
+    assert all(sequence.num_done == sequence.request.output_length for sequence in done.finished)
+    paused = [sequence for sequence in done.finished if not math.isnan(sequence.pause_s)]
+    assert paused and all(sequence.pause_s >= 2.0 for sequence in paused)
+    late = [v.counts.num_requests for v in fleet.verifiers]
+    assert late[4] < min(late[:4] + late[5:])
+
+
+def test_costs_are_learned_from_counters() -> None:
+    samples = [
+        measured.Figures(0.01 * steps + 0.002 * rows + 0.0003 * tokens, steps, rows, tokens + 7, 7, 0)
+        for steps, rows, tokens in ((10, 40, 300), (5, 5, 900), (20, 160, 0), (12, 70, 500))
+    ]
+    costs = measured.fitted(samples)
+    assert (costs.step_s, costs.row_s, costs.token_s) == pytest.approx((0.01, 0.002, 0.0003))
+
+
+@pytest.mark.slow
+def test_real_verifiers_hit_as_often_as_the_simulator_says() -> None:
+    """Time is the benchmark's matter: here the modelled verifiers may be slower or faster."""
+    requests = measured.made(150, seed=2)
+    with measured.deployment(2) as servers:
+        fleet = ModelledFleet(Costs(), servers.addresses, measured.BLOCK_TOKENS, vocab_size=measured.VOCAB_SIZE)
+        fleet.replay(requests)
+        asyncio.run(servers.serve(requests))
+        done = asyncio.run(servers.figures())
+    counts = [verifier.counts for verifier in fleet.verifiers]
+    simulated = sum(count.hit_tokens for count in counts) / sum(count.prompt_tokens for count in counts)
+    hit_rate = sum(figures.hits for figures in done) / sum(figures.looked_up for figures in done)
+    assert hit_rate == pytest.approx(simulated, rel=0.1)
+    assert all(figures.looked_up for figures in done)
