@@ -19,30 +19,23 @@ import uvloop
 
 from foretoken import liveness, rpc
 from foretoken.errors import ConfigError, ForetokenError
-from foretoken.links import read_credentials
 from foretoken.telemetry import render
-from foretoken.tracing import make_tracer
 from gateway.access import tls_listener
 from gateway.access.certificates import Certificates
 from gateway.access.grpc_guard import AccessInterceptor
-from gateway.access.keyring import Keyring
-from gateway.access.policy import Policy
-from gateway.access.quota import Ledger
 from gateway.access.tls_listener import TlsListener
 from gateway.app import create_app
+from gateway.assembly import assembled
 from gateway.config import GatewaySettings
 from gateway.core import GatewayCore
-from gateway.discovery.locations import source_of
 from gateway.discovery.source import VerifierSource
 from gateway.grpc import bodies as grpc_bodies
 from gateway.grpc.api import API, SERVICE_NAME, GatewayServicer
 from gateway.grpc.bodies import BodyInterceptor
 from gateway.http_protocol import KEEP_ALIVE_S, HttpProtocol, max_connections
 from gateway.sockets import BACKLOG, bracketed, hold, listen
-from gateway.tokenizer import Tokenizer
-from gateway.verifier_pool import VerifierPool
 from gateway.worker_aborts import abort_in_all_workers, aborts_socket, serve_aborts
-from gateway.worker_metrics import serve_text, totals_of_all_workers, worker_number
+from gateway.worker_metrics import serve_text, totals_of_all_workers
 from protos import gateway_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -88,31 +81,12 @@ class Gateway:
                 # If gRPC found the port in use, its error would take several lines.
                 with hold(settings.host, settings.grpc_port, "--grpc-port"):
                     pass
-            tracer = make_tracer(settings.otlp_traces_endpoint, "gateway")
-            if tracer is not None:
-                stack.push_async_callback(asyncio.to_thread, tracer.close)
-            tokenizer = await asyncio.to_thread(Tokenizer, settings.model, settings.chat_template)
-            self.verifiers = VerifierPool(
-                self._source or source_of(settings.verifiers, interval_s=settings.discovery_interval_s),
-                resume_attempts=settings.resume_attempts,
-                wait_s=settings.verifier_wait_s,
-                on_change=lambda is_ready: self._health.mark(is_ready),
-                credentials=read_credentials(settings),
-                load_bound=settings.routing_load_bound,
+            parts = await stack.enter_async_context(
+                assembled(settings, self._source, lambda is_ready: self._health.mark(is_ready))
             )
-            admin_key = settings.admin_key()
+            self.core, self.verifiers, self._keyring = parts.core, parts.verifiers, parts.keyring
             files = settings.certificate_files
             self._certificates = None if files is None else Certificates(files)
-            self._keyring = _keyring(settings) if settings.needs_key else None
-            policy = Policy(
-                self._keyring,
-                models=(settings.served_model_name,),
-                operator_key=admin_key,
-                probe_key=None if settings.probe_key is None else settings.probe_key.get_secret_value(),
-                needs_certificate=settings.ssl_ca_certs is not None,
-            )
-            self.core = GatewayCore(settings, tokenizer, self.verifiers, tracer, admin_key, policy)
-            stack.callback(self.core.metrics.close)
             self._grpc = self._grpc_server(reuse_port=is_worker)
             self._health = rpc.Health(self._grpc, (SERVICE_NAME,))
             await self._health.mark(False)
@@ -271,13 +245,6 @@ def _hangups(settings: GatewaySettings) -> Iterator[asyncio.Event]:
         yield hangup
     finally:
         loop.remove_signal_handler(signal.SIGHUP)
-
-
-def _keyring(settings: GatewaySettings) -> Keyring:
-    """Return the keys, whose use the gateway's processes count together."""
-    path = settings.worker_socket
-    ledger = Ledger() if path is None else Ledger(path.parent, worker_number(path), settings.num_workers)
-    return Keyring(settings.secrets, settings.api_key_file, ledger)
 
 
 @contextlib.asynccontextmanager
