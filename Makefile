@@ -23,6 +23,7 @@ BIN := $(VENV)/bin
 # Stamps: what is installed is as new as these files.
 CORE := $(VENV)/.core
 DEV := $(VENV)/.dev
+RAY := $(VENV)/.ray
 # What generates the stubs, in a folder of its own: the oldest grpcio and protobuf that pyproject.toml admits can import
 # stubs of this version, and its own requirements would hold protobuf back in $(VENV).
 GRPCIO_TOOLS := 1.76.0
@@ -36,7 +37,7 @@ PROTOC := python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_pyth
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-all test-clients test-compose test-lowest bench bench-drafters bench-load bench-routing bench-gpu-check bench-serving-check chaos lint format docs proto locks setup clean
+.PHONY: help serve test test-all test-clients test-compose test-lowest test-ray bench bench-drafters bench-load bench-routing bench-gpu-check bench-serving-check chaos lint format docs proto locks setup clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -103,6 +104,9 @@ proto: $(GENERATOR) ## Generate the stubs of protos/*.proto.
 	@PYTHONPATH=$(GENERATOR) $(BIN)/$(PROTOC) protos/*.proto
 	@rm protos/common_pb2_grpc.py  # It has no service.
 
+test-ray: $(RAY) ## Start Ray clusters on this machine, and kill nodes under load.
+	@$(BIN)/python -m pytest --ray -rs tests/ray_cluster $(ARGS)
+
 test-clients: $(DEV) ## Install other projects' clients, unmodified, and run them against a server.
 	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m pytest --clients -rs tests/clients $(ARGS)
 locks: $(BIN)/python $(UV) ## Write docker/locks/ from pyproject.toml and constraints.txt.
@@ -166,6 +170,11 @@ $(CORE): pyproject.toml constraints.txt $(if $(LOCKED),docker/locks/dev.txt) | $
 $(DEV): $(CORE)
 	@echo "Installing the tools for tests and checks"
 	@$(PIP_INSTALL) --no-build-isolation $(if $(LOCKED),--no-deps) --editable '.[dev]'
+	@touch $@
+
+$(RAY): $(DEV)
+	@echo "Installing Ray"
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[ray]'
 	@touch $@
 
 $(GENERATOR): | $(BIN)/python

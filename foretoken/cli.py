@@ -1,4 +1,4 @@
-"""Run the command line. Only this module wires services together and reads the environment.
+"""Run the command line. Only this module reads the environment, and only it and foretoken.ray wire services.
 
 Each command imports only its own service, so help is fast and a gateway never loads torch.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,10 @@ from foretoken.commands.settings_command import SettingsCommand
 
 if TYPE_CHECKING:
     from drafter_svc.config import DrafterSettings
-    from foretoken.commands.service_settings import StackSettings
+    from foretoken.commands.service_settings import ServeOptions, StackSettings, VerifierStack
     from foretoken.drafter import Drafter
     from foretoken.supervisor import Service
+    from gateway.config import GatewaySettings
     from verifier_svc.config import VerifierSettings
 
 # Tens of microseconds: longer than a phase of a step, shorter than a wait to be scheduled again.
@@ -87,11 +88,12 @@ def serve(given: Given) -> None:
     SGLang's command lines work as typed. After Ctrl-C or SIGTERM running streams have 14 seconds to
     finish; a second Ctrl-C stops at once.
     """
-    from foretoken.commands.service_settings import ServeOptions, stack_settings
+    from foretoken.commands.service_settings import ServeOptions, stack_settings, verifier_stack
     from foretoken.runtime_folder import runtime_folder
 
     _say_all(given.notices)
-    if given.settings(ServeOptions).dry_run:
+    options = given.settings(ServeOptions)
+    if options.dry_run:
         from gateway.tokenizer import Tokenizer
 
         plan = stack_settings(given, Path("/none"))
@@ -101,6 +103,12 @@ def serve(given: Given) -> None:
         _print_plan(plan.verifier, _kinds(settings for _, settings in plan.drafters))
         return
     with runtime_folder() as folder:
+        if options.verifier_address is not None:
+            part = verifier_stack(given, folder, options.verifier_address)
+            _say_all(part.notices)
+            sys.exit(_supervise_verifier(part, folder))
+        if options.executor == "ray":
+            sys.exit(_supervise_ray(given, options, folder))
         settings = stack_settings(given, folder)
         _say_all(settings.notices)
         sys.exit(_supervise(settings, folder))
@@ -200,60 +208,84 @@ for command in (
 
 def _supervise(settings: StackSettings, folder: Path) -> int:
     """Run the stack until a signal; return the exit status."""
-    import asyncio
+    gateway, announce_ready = _gateway(settings.gateway, settings.options.log_level, folder)
+    return _supervise_on_gpu(settings, [*_verifier_services(settings, folder), gateway], folder, announce_ready)
+
+
+def _supervise_verifier(settings: VerifierStack, folder: Path) -> int:
+    """Run a verifier and its drafters until a signal; return the exit status."""
+    return _supervise_on_gpu(settings, _verifier_services(settings, folder), folder, lambda: None)
+
+
+def _supervise_ray(given: Given, options: ServeOptions, folder: Path) -> int:
+    """Run a gateway here and verifiers in a Ray cluster until a signal; return the exit status."""
+    import importlib.util
+    import secrets
 
     from foretoken import stack
+    from foretoken.commands import service_settings
+    from foretoken.errors import ConfigError
+    from foretoken.links import NO_CREDENTIALS, read_credentials
+
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("--executor ray needs Ray: pip install 'foretoken[ray]'")
+    file, token_file = folder / "verifiers", folder / "link-token"
+    gateway = service_settings.gateway_of_cluster(given, file)
+    flags = ["--name", gateway.served_model_name, "--num-verifiers", str(options.num_verifiers)]
+    flags += ["--log-level", options.log_level]
+    if options.ray_address is not None:
+        flags += ["--ray-address", options.ray_address]
+    if read_credentials(gateway) == NO_CREDENTIALS and not given.values.get("insecure_links"):
+        token_file.touch(mode=0o600)
+        token_file.write_text(secrets.token_urlsafe())
+        gateway = gateway.model_copy(update={"link_token_file": token_file})
+        flags += ["--link-token-file", str(token_file)]
+    service, announce_ready = _gateway(gateway, options.log_level, folder)
+    words = service_settings.words_of_verifier(given)
+    return _run([stack.ray_verifiers(flags, words, file, folder / "verifiers.sock"), service], announce_ready)
+
+
+def _supervise_on_gpu(
+    settings: VerifierStack, services: list[Service], folder: Path, announce_ready: Callable[[], None]
+) -> int:
+    """Run services, those with a model as clients of one GPU, until a signal; return the exit status."""
+    from foretoken import stack
     from foretoken.mps import DRIVER, gpu_clients
-    from foretoken.probes import GatewayProbe
-    from foretoken.supervisor import Supervisor
 
-    services = _services(settings, folder)
-    (gateway_probe,) = (service.probe for service in services if isinstance(service.probe, GatewayProbe))
     has_gpu = settings.verifier.device != "cpu" and DRIVER.exists()
-
-    def announce_ready() -> None:
-        for name, reason in gateway_probe.unattached.items():
-            why = reason or "it is still being attached"
-            say(f"drafter {name} is not attached: {why}; no drafts from it until it is")
-        gateway = settings.gateway
-        text = stack.ready_text(
-            gateway.served_model_name,
-            gateway.host,
-            gateway.port,
-            gateway.grpc_port,
-            program(),
-            certfile=gateway.ssl_certfile,
-            needs_key=gateway.needs_key,
-        )
-        print(text, flush=True)
-
     # Drafters run their models on the verifier's GPU.
     model_drafters = (stack.drafter_name(spec.name) for spec, _ in settings.drafters if spec.row.runs_model)
     on_gpu = {stack.VERIFIER_NAME, *model_drafters}
     is_useful = sum(service.name in on_gpu for service in services) > 1
     with gpu_clients(settings.options.mps, folder, has_gpu=has_gpu, is_useful=is_useful, announce=say) as clients:
         services = [clients.run(service) if service.name in on_gpu else service for service in services]
-        supervisor = Supervisor(
-            services,
-            on_ready=announce_ready,
-            announce=say,
-            stop_notice=stack.STOP_NOTICE,
-            slow_notice=stack.SLOW_NOTICE,
-        )
-        return asyncio.run(supervisor.run())
+        return _run(services, announce_ready)
 
 
-def _services(settings: StackSettings, folder: Path) -> list[Service]:
-    """Return a stack's services in the order of their start. ``folder`` holds their sockets."""
-    import secrets
+def _run(services: list[Service], announce_ready: Callable[[], None]) -> int:
+    """Run services until a signal; return the exit status."""
+    import asyncio
 
-    from pydantic import SecretStr
+    from foretoken import stack
+    from foretoken.supervisor import Supervisor
 
+    supervisor = Supervisor(
+        services,
+        on_ready=announce_ready,
+        announce=say,
+        stop_notice=stack.STOP_NOTICE,
+        slow_notice=stack.SLOW_NOTICE,
+    )
+    return asyncio.run(supervisor.run())
+
+
+def _verifier_services(settings: VerifierStack, folder: Path) -> list[Service]:
+    """Return a verifier with its drafters, in the order of their start. ``folder`` holds the drafters' sockets."""
     from drafter_svc.drafter_spec import spec_text
     from foretoken import stack
     from foretoken.commands.service_settings import LogOptions, VerifierOptions
-    from foretoken.config import to_environment, to_flags
-    from foretoken.probes import GatewayProbe
+    from foretoken.config import to_flags
+    from foretoken.links import is_unix, read_credentials
 
     level = to_flags(LogOptions(log_level=settings.options.log_level))
     services, held = [], []
@@ -266,22 +298,52 @@ def _services(settings: StackSettings, folder: Path) -> list[Service]:
         else:
             command = stack.command("drafter", drafter_settings, level)
             services.append(stack.drafter(spec.name, command, drafter_settings.address))
-    verifier_command = stack.command("verifier", settings.verifier, (*held, *level))
-    liveness_socket = folder / "gateway.sock"
-    gateway = settings.gateway.model_copy(update={"liveness_socket": liveness_socket})
-    # Without it, the gateway would not tell the supervisor which drafters are missing.
-    probe_key = secrets.token_urlsafe() if gateway.needs_key or gateway.ssl_ca_certs is not None else ""
-    if probe_key:
-        gateway = gateway.model_copy(update={"probe_key": SecretStr(probe_key)})
-    gateway_command = stack.command("gateway", gateway, level)
-    gateway_probe = GatewayProbe(
-        gateway.host, gateway.port, liveness_socket, is_encrypted=gateway.ssl_certfile is not None, key=probe_key
-    )
-    services.append(stack.verifier(verifier_command, settings.verifier.address))
-    services.append(
-        stack.gateway(gateway_command, gateway_probe, to_environment(gateway), reloads=gateway.is_reloadable)
-    )
+    verifier = settings.verifier
+    command = stack.command("verifier", verifier, (*held, *level))
+    # On one machine the gateway has drained before; in a cluster others' gateways have streams here.
+    drain_s = 0.0 if is_unix(verifier.address) else verifier.drain_timeout_s
+    services.append(stack.verifier(command, verifier.address, read_credentials(verifier), drain_s))
     return services
+
+
+def _gateway(settings: GatewaySettings, log_level: str, folder: Path) -> tuple[Service, Callable[[], None]]:
+    """Return the gateway that belongs to this terminal, and a function that says that it is ready."""
+    import secrets
+
+    from pydantic import SecretStr
+
+    from foretoken import stack
+    from foretoken.config import to_environment
+    from foretoken.probes import GatewayProbe
+
+    liveness_socket = folder / "gateway.sock"
+    settings = settings.model_copy(update={"liveness_socket": liveness_socket})
+    # Without it, the gateway would not tell the supervisor which drafters are missing.
+    probe_key = secrets.token_urlsafe() if settings.needs_key or settings.ssl_ca_certs is not None else ""
+    if probe_key:
+        settings = settings.model_copy(update={"probe_key": SecretStr(probe_key)})
+    command = stack.command("gateway", settings, ("--log-level", log_level))
+    probe = GatewayProbe(
+        settings.host, settings.port, liveness_socket, is_encrypted=settings.ssl_certfile is not None, key=probe_key
+    )
+
+    def announce_ready() -> None:
+        for name, reason in probe.unattached.items():
+            why = reason or "it is still being attached"
+            say(f"drafter {name} is not attached: {why}; no drafts from it until it is")
+        text = stack.ready_text(
+            settings.served_model_name,
+            settings.host,
+            settings.port,
+            settings.grpc_port,
+            program(),
+            certfile=settings.ssl_certfile,
+            needs_key=settings.needs_key,
+        )
+        print(text, flush=True)
+
+    service = stack.gateway(command, probe, to_environment(settings), reloads=settings.is_reloadable)
+    return service, announce_ready
 
 
 def _say_all(lines: Iterable[str]) -> None:

@@ -94,6 +94,26 @@ class GatewayProbe:
         """Do nothing: no connection stays open between probes."""
 
 
+class FileProbe:
+    """A ``foretoken.supervisor.Probe`` of a process that writes a file and has a liveness socket.
+
+    It is ready when the file is there, which it removes before it serves the socket.
+    """
+
+    def __init__(self, file: Path, liveness_socket: Path) -> None:
+        self._file = file
+        self._liveness_socket = liveness_socket
+
+    async def is_ready(self) -> bool:
+        return self._file.exists() and await self.last_turn() is not None
+
+    async def last_turn(self) -> float | None:
+        return await liveness.last_turn(self._liveness_socket, PROBE_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """Do nothing: nothing stays open between probes."""
+
+
 async def http_ok(host: str, port: int, path: str) -> bool:
     """Return whether ``GET path`` is answered with status 200."""
     answer = await http_answer(host, port, path)

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from foretoken import probes
 from foretoken.config import to_flags
 from foretoken.errors import ConfigError
+from foretoken.links import NO_CREDENTIALS, LinkCredentials
 from foretoken.supervisor import Service
 
 VERIFIER_HEALTH_NAME = "foretoken.verifier.v1.VerifierService"
@@ -30,6 +31,8 @@ GATEWAY_DRAIN_S = 14.0
 GATEWAY_GRACE_S = 17.0
 VERIFIER_GRACE_S = 8.0
 DRAFTER_GRACE_S = 4.0
+# All verifiers of a cluster stop at once, and then Ray does.
+RAY_GRACE_S = VERIFIER_GRACE_S + DRAFTER_GRACE_S + 4.0
 # A busy gateway is not dead, and killing it would cut every stream: its event loop may stand still
 # for this long.
 GATEWAY_MAX_STALL_S = 30.0
@@ -60,8 +63,22 @@ def drafter(name: str, command: tuple[str, ...], address: str) -> Service:
     return Service(drafter_name(name), command, probe, DRAFTER_GRACE_S, required=False)
 
 
-def verifier(command: tuple[str, ...], address: str) -> Service:
-    return Service(VERIFIER_NAME, command, probes.GrpcProbe(address, VERIFIER_HEALTH_NAME), VERIFIER_GRACE_S)
+def verifier(
+    command: tuple[str, ...], address: str, credentials: LinkCredentials = NO_CREDENTIALS, drain_s: float = 0.0
+) -> Service:
+    """Return a verifier's service, whose streams have ``drain_s`` seconds to finish at a stop."""
+    probe = probes.GrpcProbe(address, VERIFIER_HEALTH_NAME, credentials)
+    return Service(VERIFIER_NAME, command, probe, drain_s + VERIFIER_GRACE_S)
+
+
+def ray_verifiers(flags: Sequence[str], words: Sequence[str], file: Path, liveness_socket: Path) -> Service:
+    """Return the process that keeps verifiers in a Ray cluster and their addresses in ``file``.
+
+    ``words``: a command line of ``foretoken serve``. ``flags``: more flags of the process itself.
+    """
+    places = ("--file", str(file), "--liveness-socket", str(liveness_socket))
+    command = (sys.executable, "-P", "-m", "foretoken.ray", *places, *flags, "--", *words)
+    return Service("verifiers", command, probes.FileProbe(file, liveness_socket), RAY_GRACE_S)
 
 
 def gateway(

@@ -21,7 +21,7 @@ from gateway.access.certificates import CertificateFiles
 from gateway.access.keyring import all_keys, given_keys
 from gateway.chat import reasoning, tool_formats
 from gateway.discovery.locations import Location
-from gateway.routing.router import DEFAULT_LOAD_BOUND
+from gateway.routing.defaults import DEFAULT_LOAD_BOUND
 
 # What --gateway-workers auto means.
 CORES_PER_WORKER = 4

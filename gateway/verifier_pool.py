@@ -15,7 +15,7 @@ from foretoken.links import NO_CREDENTIALS, LinkCredentials
 from gateway.discovery.source import VerifierSource
 from gateway.messages import OutputSink, SequenceSpec, VerifierInfo
 from gateway.resumable_sequence import Binding, ResumableSequence
-from gateway.routing.router import DEFAULT_LOAD_BOUND
+from gateway.routing.defaults import DEFAULT_LOAD_BOUND
 from gateway.verifier_client import SILENCE_LIMIT_S, VerifierClient
 from gateway.verifier_set import VerifierSet
 

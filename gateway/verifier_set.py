@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from gateway.discovery.source import VerifierSource
 from gateway.routing.fleet import Fleet
-from gateway.routing.router import DEFAULT_LOAD_BOUND, Reason, Router
+from gateway.routing.defaults import DEFAULT_LOAD_BOUND
+from gateway.routing.router import Reason, Router
 from gateway.verifier_client import VerifierClient
 
 logger = logging.getLogger(__name__)

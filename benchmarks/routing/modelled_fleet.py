@@ -19,7 +19,8 @@ from benchmarks.routing.modelled_verifier import Costs, ModelledVerifier, Sequen
 from benchmarks.routing.trace import VOCAB_SIZE, Request, token_ids
 from gateway.routing.fleet import Fleet
 from gateway.routing.prefix import prefix_keys
-from gateway.routing.router import DEFAULT_LOAD_BOUND, Router
+from gateway.routing.defaults import DEFAULT_LOAD_BOUND
+from gateway.routing.router import Router
 
 HEARTBEAT_S = 1.0
 MODEL = "model"

@@ -28,7 +28,7 @@ from benchmarks.routing import trace
 from benchmarks.routing.modelled_fleet import Death, ModelledFleet, Run, made_up_addresses
 from benchmarks.routing.modelled_verifier import Costs, Sequence
 from benchmarks.routing.trace import Mix, Request
-from gateway.routing.router import DEFAULT_LOAD_BOUND
+from gateway.routing.defaults import DEFAULT_LOAD_BOUND
 
 LEAST_OF_INFINITE = 0.9
 MAX_IMBALANCE = 1.25

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,3 +26,24 @@ class Given:
         from foretoken.config import build
 
         return build(kind, {name: self.values[name] for name in kind.model_fields if name in self.values} | more)
+
+    def words(self, kinds: Iterable[type[Settings]]) -> list[str]:
+        """Return the command line that gives the values of the classes' fields again, without secrets."""
+        from foretoken.config import settings_of
+
+        words: list[str] = []
+        found = {setting.path: setting for kind in kinds for setting in settings_of(kind)}
+        for (name, *nested), setting in found.items():
+            value = self.values.get(name)
+            if nested and value is not None:
+                value = value.get(nested[0])
+            if value is None or value is False or setting.shown.secret:
+                continue
+            if setting.is_argument:
+                words.insert(0, str(value))
+            elif value is True:
+                words.append(setting.flag)
+            else:
+                for item in value if isinstance(value, tuple | list) else (value,):
+                    words += [setting.flag, str(item)]
+        return words

@@ -16,6 +16,7 @@ from drafter_svc.algorithms import ALGORITHMS, algorithm_names, find_algorithm
 from drafter_svc.config import DrafterSettings, with_options
 from drafter_svc.drafter_spec import DrafterSpec, parse_spec, spec_text
 from foretoken import hub
+from foretoken.address import Address
 from foretoken.commands.given import Given
 from foretoken.config import Flag, Setting, Settings, at_fault, build, flag_of, parse_pairs, settings_of
 from foretoken.drafter_names import check_together
@@ -81,6 +82,19 @@ class ServeOptions(GatewayOptions):
         "available. off isolates their faults but costs time at each step.",
     )
     dry_run: DryRun = False
+    executor: Literal["local", "ray"] = Field(
+        default="local",
+        description="Where verifiers run. local: one beside the gateway; ray: in a Ray cluster (foretoken[ray]), each "
+        "with its drafters in a placement group.",
+    )
+    num_verifiers: int = Field(default=1, ge=1, le=1024, description="Verifiers of --executor ray.")
+    ray_address: Annotated[str | None, Flag(metavar="auto or HOST:PORT", unset="a cluster of this machine only")] = (
+        Field(default=None, description="Ray cluster to join; auto: the one that this machine belongs to.")
+    )
+    # Of a verifier in a Ray cluster: no gateway is started.
+    verifier_address: Annotated[Address | None, Flag(hidden=True)] = Field(
+        default=None, description="Start only a verifier that listens there, and its drafters."
+    )
 
 
 # The settings classes of each command; of two fields with one name the later counts.
@@ -92,19 +106,24 @@ COMMANDS: dict[str, tuple[type[Settings], ...]] = {
 }
 # Settings that ``serve`` decides itself, or that need services started one by one.
 _NOT_OF_SERVE = {
-    *("verifiers", "discovery_interval_s", "routing_load_bound"),
-    *("speculative_metrics", "max_concurrent_requests", "drain_timeout_s"),
+    *("verifiers", "speculative_metrics", "max_concurrent_requests"),
     *("worker_socket", "liveness_socket", "probe_key"),
-    *("address", "insecure_links", "draft_timeout_ms", "name", "algorithm", "target", "disable_coupled_noise"),
+    *("address", "draft_timeout_ms", "name", "algorithm", "target", "disable_coupled_noise"),
 }
+# Settings of ``serve`` that have no effect on one machine.
+_OF_RAY = {
+    *("num_verifiers", "ray_address", "insecure_links", "drain_timeout_s"),
+    *("discovery_interval_s", "routing_load_bound"),
+}
+# Settings that concern the command and not its verifiers.
+_OF_COMMAND = {"executor", "num_verifiers", "ray_address"}
 
 
-@dataclass(frozen=True)
-class StackSettings:
-    """Settings of all services that ``foretoken serve`` starts."""
+@dataclass(frozen=True, kw_only=True)
+class VerifierStack:
+    """Settings of a verifier and its drafters."""
 
     options: ServeOptions
-    gateway: GatewaySettings
     verifier: VerifierSettings
     drafters: list[tuple[DrafterSpec, DrafterSettings]]
     # What to say at the start about settings that mean something else here.
@@ -113,6 +132,13 @@ class StackSettings:
     def is_inside(self, spec: DrafterSpec) -> bool:
         """Whether a drafter runs in the verifier's process."""
         return _is_inside(spec, self.options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackSettings(VerifierStack):
+    """Settings of all services that ``foretoken serve`` starts on one machine."""
+
+    gateway: GatewaySettings
 
 
 def settings_of_command(command: str) -> Iterable[Setting]:
@@ -128,38 +154,72 @@ def stack_settings(given: Given, folder: Path) -> StackSettings:
     Hub ids are downloaded last.
     """
     from foretoken import stack
+
+    address = f"unix:{folder}/verifier.sock"
+    gateway = gateway_of_stack(given, verifiers=[address])
+    stack.check_ports(gateway.host, gateway.port, gateway.grpc_port, are_free=not given.settings(ServeOptions).dry_run)
+    part = verifier_stack(given, folder, address)
+    gateway = gateway.model_copy(update={"model": part.verifier.model})
+    return StackSettings(**vars(part), gateway=gateway)
+
+
+def gateway_of_stack(given: Given, **more: Any) -> GatewaySettings:
+    """Return the settings of the gateway that ``serve`` starts; it drains before the verifiers end."""
+    from foretoken import stack
     from foretoken.tracing import check_endpoint
 
+    settings = gateway_settings(given, drain_timeout_s=stack.GATEWAY_DRAIN_S, **more)
+    check_endpoint(settings.otlp_traces_endpoint)
+    return settings
+
+
+def gateway_of_cluster(given: Given, file: Path) -> GatewaySettings:
+    """Return the checked settings of the gateway in front of a cluster; ``file`` will name the verifiers.
+
+    The verifiers' own settings are checked as far as this machine can. Hub ids are downloaded last.
+    """
+    from foretoken import stack
+
+    gateway = gateway_of_stack(given, verifiers=[f"file:{file}"])
+    stack.check_ports(gateway.host, gateway.port, gateway.grpc_port)
+    verifier_settings(given, address="unix:/none", drafters=[])
+    _drafter_specs(given, given.settings(ServeOptions), [])
+    return gateway.model_copy(update={"model": find_checkpoint(given)})
+
+
+def words_of_verifier(given: Given) -> list[str]:
+    """Return the command line of ``serve`` that starts one of a cluster's verifiers, without an address."""
+    own = {name: value for name, value in given.values.items() if name not in _OF_COMMAND}
+    return Given(own).words((DrafterSettings, VerifierSettings, ServeOptions))
+
+
+def verifier_stack(given: Given, folder: Path, address: str) -> VerifierStack:
+    """Return the checked settings of a verifier at ``address``, and of drafters with sockets in ``folder``.
+
+    Hub ids are downloaded last.
+    """
     options = given.settings(ServeOptions)
-    address = f"unix:{folder}/verifier.sock"
-    gateway = gateway_settings(given, verifiers=[address], drain_timeout_s=stack.GATEWAY_DRAIN_S)
     verifier = verifier_settings(given, address=address, drafters=[])
-    check_endpoint(gateway.otlp_traces_endpoint)
-    stack.check_ports(gateway.host, gateway.port, gateway.grpc_port, are_free=not options.dry_run)
+    _check_executor(given, options)
     notices: list[str] = []
     verifier = _on_device(options, verifier, notices)
     drafters = [
         (spec, drafter_settings(given, spec, f"unix:{folder}/drafters/{spec.name}.sock"))
         for spec in _drafter_specs(given, options, notices)
     ]
-    model = {"model": find_checkpoint(given)}
+    model = find_checkpoint(given)
     endpoints = tuple(
         DrafterEndpoint(name=spec.name, address=settings.address)
         for spec, settings in drafters
         if not _is_inside(spec, options)
     )
     for name in ("config.json", "tokenizer.json"):
-        if not (model["model"] / name).is_file():
-            raise CheckpointError(f"{model['model']} holds no checkpoint: there is no {name}")
-    notices += check_target(model["model"])
-    check_drafters(given, [settings for _, settings in drafters], model["model"])
-    return StackSettings(
-        options,
-        gateway.model_copy(update=model),
-        verifier.model_copy(update=model | {"drafters": endpoints}),
-        drafters,
-        tuple(notices),
-    )
+        if not (model / name).is_file():
+            raise CheckpointError(f"{model} holds no checkpoint: there is no {name}")
+    notices += check_target(model)
+    check_drafters(given, [settings for _, settings in drafters], model)
+    verifier = verifier.model_copy(update={"model": model, "drafters": endpoints})
+    return VerifierStack(options=options, verifier=verifier, drafters=drafters, notices=tuple(notices))
 
 
 def gateway_settings(given: Given, **more: Any) -> GatewaySettings:
@@ -235,6 +295,14 @@ def check_target(path: Path) -> tuple[str, ...]:
 def find_checkpoint(given: Given) -> Path:
     """Return the folder of MODEL; download a hub id."""
     return hub.resolve(given.values["model"], given.settings(GatewayOptions).revision).resolve()
+
+
+def _check_executor(given: Given, options: ServeOptions) -> None:
+    """Raise ConfigError for options that have no effect with the executor."""
+    if options.executor == "local":
+        for name in sorted(_OF_RAY & given.values.keys()):
+            kind = next(kind for kind in COMMANDS["serve"] if name in kind.model_fields)
+            raise ConfigError(f"{flag_of(kind, name)} has an effect with --executor ray only")
 
 
 def _served_names(given: Given) -> dict[str, Any]:

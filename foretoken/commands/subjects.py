@@ -11,7 +11,11 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         *("--served-model-name", "--revision", "--device", "--dtype", "--numerics", "--context-length"),
         *("--chat-template", "--generation-config", "--tool-call-parser", "--reasoning-parser"),
     ),
-    "Network": ("--address", "--host", "--port", "--grpc-port", "--gateway-workers", "--verifier"),
+    "Network": ("--address", "--host", "--port", "--grpc-port", "--gateway-workers"),
+    "Verifiers": (
+        *("--verifier", "--discovery-interval", "--routing-load-bound"),
+        *("--executor", "--num-verifiers", "--ray-address"),
+    ),
     "Access": (
         *("--api-key", "--api-key-file", "--admin-api-key-file", "--insecure"),
         *("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs", "--allowed-hosts", "--allowed-origins"),

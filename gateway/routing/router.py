@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gateway.routing.fleet import Fleet, Mask
+from gateway.routing.defaults import DEFAULT_LOAD_BOUND
 from gateway.routing.popularity import Popularity
 
-DEFAULT_LOAD_BOUND = 1.25
 # A prefix gets a verifier for each 16th of the mean load that its requests make, or each sequence.
 PARTS_OF_MEAN = 16
 # A prefix that needs more verifiers gets so many times what it needs.

@@ -13,7 +13,7 @@ CONTEXT_LENGTH = 4096
 END_OF_TEXT = "<|end|>"
 
 
-def build_checkpoint(folder: Path) -> Path:
+def build_checkpoint(folder: Path, seed: int = 0) -> Path:
     """Build a Hugging Face folder: 2 layers of 64, some 260 byte tokens, context 4,096."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -40,7 +40,7 @@ def build_checkpoint(folder: Path) -> Path:
         tie_word_embeddings=True,
     )
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
