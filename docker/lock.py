@@ -49,8 +49,8 @@ def main(uv: str) -> None:
     pyproject = Path("pyproject.toml")
     FOLDER.mkdir(exist_ok=True)
     write("gateway", compile_lock(uv, "-", text="\n".join(requirements(pyproject, NO_TORCH))))
-    write("engine", without(compile_lock(uv, str(pyproject)), TORCH, TRITON))
-    write("gpu", compile_lock(uv, "--extra", "gpu", "--extra", "otlp", str(pyproject)))
+    write("engine", without(compile_lock(uv, "--extra", "kv-events", str(pyproject)), TORCH, TRITON))
+    write("gpu", compile_lock(uv, "--extra", "gpu", "--extra", "kv-events", "--extra", "otlp", str(pyproject)))
     # The tests interpret Triton kernels without a GPU.
     write("dev", without(compile_lock(uv, "--extra", "dev", str(pyproject), "-", text="editables\n"), TORCH))
 
