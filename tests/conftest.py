@@ -2,7 +2,8 @@
 
 Without a GPU only tests marked `gpu` are skipped: other tests run GPU kernels in Triton's
 interpreter. Tests marked `compose` build and run images, so only --compose runs them; those marked
-`clients` install other projects' clients, so only --clients runs them.
+`clients` install other projects' clients, so only --clients runs them; those marked `kubernetes`
+need programs that only `make test-kubernetes` installs.
 """
 
 from __future__ import annotations
@@ -138,10 +139,16 @@ def strict_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--compose", action="store_true", help="run the tests that build and run containers")
     parser.addoption("--clients", action="store_true", help="run the tests that install other projects' clients")
+    parser.addoption("--kubernetes", action="store_true", help="run the tests that need Helm's engine and Envoy")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for marker, what in (("compose", "builds images"), ("clients", "installs other projects' clients")):
+    reasons = {
+        "compose": "builds images",
+        "clients": "installs other projects' clients",
+        "kubernetes": "needs Helm's engine, Kubernetes' schemas and Envoy",
+    }
+    for marker, what in reasons.items():
         if not config.getoption(f"--{marker}"):
             for item in items:
                 if item.get_closest_marker(marker):
