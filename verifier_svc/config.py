@@ -67,11 +67,6 @@ class KvEventSettings(Settings):
             raise ValueError("--kv-events and --kv-events-replay must differ")
         return self
 
-    def check_kv_events(self) -> None:
-        """Raise ConfigError if --kv-events is given and the packages that it needs are missing."""
-        if self.kv_events is not None and not all(find_spec(name) for name in _KV_EVENT_MODULES):
-            raise ConfigError("--kv-events needs more packages: pip install 'foretoken[kv-events]'")
-
 
 class VerifierSettings(ServedModelSettings, ComputeSettings, ListenerSettings, KvEventSettings):
     """Settings of one verifier process."""
@@ -164,11 +159,14 @@ class VerifierSettings(ServedModelSettings, ComputeSettings, ListenerSettings, K
         description="Milliseconds that a step waits for a draft at least; otherwise four times what drafts have cost.",
     )
 
-    @model_validator(mode="after")
-    def _publishes_a_cache(self) -> Self:
-        if self.kv_events is not None and self.disable_radix_cache:
-            raise ValueError("--kv-events publishes the prefix cache, which --disable-radix-cache switches off")
-        return self
+    def check_kv_events(self) -> None:
+        """Raise ConfigError if --kv-events is given without a cache, or without the packages that it needs."""
+        if self.kv_events is None:
+            return
+        if self.disable_radix_cache:
+            raise ConfigError("--kv-events publishes the prefix cache, which --disable-radix-cache switches off")
+        if not all(find_spec(name) for name in _KV_EVENT_MODULES):
+            raise ConfigError("--kv-events needs more packages: pip install 'foretoken[kv-events]'")
 
     @field_validator("simulate_accept_length")
     @classmethod

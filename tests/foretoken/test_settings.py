@@ -39,6 +39,8 @@ TEXTS = {
     "model": "folder",
     "allowed_origins": "https://other",
     "gateway_workers": "2",
+    "kv_events": "tcp://*:5557",
+    "kv_events_replay": "tcp://*:5558",
     "tool_call_parser": "hermes",
     "reasoning_parser": "qwen3",
 }

@@ -292,10 +292,11 @@ def test_settings_that_contradict_each_other_are_refused():
         ({"kv_events_replay": "tcp://*:1"}, "need --kv-events"),
         ({"kv_events_topic": "t"}, "need --kv-events"),
         ({"kv_events": "tcp://*:1", "kv_events_replay": "tcp://*:1"}, "must differ"),
-        ({"kv_events": "tcp://*:1", "disable_radix_cache": True}, "--disable-radix-cache"),
     ):
         with pytest.raises(ConfigError, match=message):
             settings(**values)
+    with pytest.raises(ConfigError, match="--disable-radix-cache"):
+        settings(kv_events="tcp://*:1", disable_radix_cache=True).check_kv_events()
 
 
 def test_missing_packages_are_named(monkeypatch):
