@@ -173,9 +173,7 @@ class Engine:
                 self.lifecycle.publish()
             self.speculator.collect()
         with times.phase("publish"):
-            self.lifecycle.sessions.publish()
             self.lifecycle.publish()
-        self._has_asked = bool(scheduled)
         if not scheduled:
             return
         if all(part.was_decoding for part in scheduled):

@@ -200,9 +200,6 @@ class Lifecycle:
         self.counters.num_resident_steps += 1
         for phase in ("resident", "step"):
             self.counters.add_time(phase, seconds)
-        if is_plain:
-            self._speculator.costs.observe_step(num_rows, seconds)
-        self.publish()
 
     def publish(self) -> None:
         """Hand over the step's events: to the sessions, and the prefix cache's to their publisher."""

@@ -51,8 +51,8 @@ from verifier_svc.sampling.grammar import Vocabulary
 from verifier_svc.sampling.grammar_compiler import GrammarCompiler
 from verifier_svc.sampling.simulated_acceptance import AcceptanceSimulator, SimulatedWalker
 from verifier_svc.scheduling.block_manager import BlockManager
-from verifier_svc.scheduling.prefill_budget import PrefillBudget
 from verifier_svc.scheduling.cache_events import CacheEvents
+from verifier_svc.scheduling.prefill_budget import PrefillBudget
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.service import VerifierService
 from verifier_svc.speculation.candidate_shapes import usual_trees
