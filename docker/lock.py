@@ -21,6 +21,8 @@ HEADER = "# Written by `make locks` from pyproject.toml and constraints.txt.\n"
 # them is left out.
 TORCH = re.compile(r"(torch|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)==")
 TRITON = re.compile(r"triton==")
+# Packages that pyzmq needs with PyPy only, on which PyTorch does not run.
+PYPY = re.compile(r"\S+ ; .*implementation_name == 'pypy'")
 # The marker of all packages: see tool.uv in pyproject.toml.
 EVERYWHERE = " ; python_full_version < '3.14' and sys_platform == 'linux' \\\n"
 
@@ -33,7 +35,8 @@ def compile_lock(uv: str, *source: str, text: str | None = None) -> list[str]:
         *("--constraint", "constraints.txt", *source),
     ]
     found = subprocess.run(command, input=text, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return re.split(r"\n(?=\S)", found.replace(EVERYWHERE, " \\\n").strip())
+    blocks = re.split(r"\n(?=\S)", found.replace(EVERYWHERE, " \\\n").strip())
+    return without(blocks, PYPY)
 
 
 def write(name: str, blocks: list[str]) -> None:
@@ -49,8 +52,8 @@ def main(uv: str) -> None:
     pyproject = Path("pyproject.toml")
     FOLDER.mkdir(exist_ok=True)
     write("gateway", compile_lock(uv, "-", text="\n".join(requirements(pyproject, NO_TORCH))))
-    write("engine", without(compile_lock(uv, str(pyproject)), TORCH, TRITON))
-    write("gpu", compile_lock(uv, "--extra", "gpu", "--extra", "otlp", str(pyproject)))
+    write("engine", without(compile_lock(uv, "--extra", "kv-events", str(pyproject)), TORCH, TRITON))
+    write("gpu", compile_lock(uv, "--extra", "gpu", "--extra", "kv-events", "--extra", "otlp", str(pyproject)))
     # The tests interpret Triton kernels without a GPU.
     write("dev", without(compile_lock(uv, "--extra", "dev", str(pyproject), "-", text="editables\n"), TORCH))
 

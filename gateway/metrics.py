@@ -14,7 +14,13 @@ from gateway.messages import VerifierInfo
 from gateway.request_histograms import RequestHistograms
 from gateway.verifier_metrics import VerifierMetrics
 
+# Shown under vLLM's names without a flag: what `vllm bench serve` reads, and what llm-d's endpoint
+# picker reads of a pod.
 _READ_BY_VLLM_BENCH = PREFIX + "spec_decode_"
+_READ_BY_ENDPOINT_PICKERS = frozenset(
+    PREFIX + name
+    for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info")
+)
 
 
 class GatewayMetrics:
@@ -33,7 +39,7 @@ class GatewayMetrics:
         ``num_routed``: decisions about a verifier by their reason.
 
         ``vllm_names``: show all of vLLM's metrics under vLLM's names, too; without it only those that
-        `vllm bench serve` reads.
+        `vllm bench serve` and endpoint pickers read.
         """
         self._vllm_names = vllm_names
         self._verifier = VerifierMetrics(model_name)
@@ -105,7 +111,9 @@ class GatewayMetrics:
         families += self._verifier.families(infos)
         names = self._registry.in_vllm | self._verifier.in_vllm
         if not self._vllm_names:
-            names = {name for name in names if name.startswith(_READ_BY_VLLM_BENCH)}
+            names = {
+                name for name in names if name.startswith(_READ_BY_VLLM_BENCH) or name in _READ_BY_ENDPOINT_PICKERS
+            }
         return render(with_vllm_names(families, names))
 
     def close(self) -> None:

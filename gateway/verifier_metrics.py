@@ -80,6 +80,7 @@ class VerifierMetrics:
         for name, text, field, vllm in _COUNTERS:
             counter(name, text, self._of(attrgetter(field)), vllm=vllm)
         gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", self._of(_kv_usage), vllm=True)
+        gauge("cache_config_info", "1 for each verifier, with the size of its KV cache.", self._cache_config, vllm=True)
         counter("step_time_us", "Microseconds in steps, by phase.", self._by("phase", lambda i: i.step_time_us))
         counter(
             "overlap_blocked_steps",
@@ -138,6 +139,12 @@ class VerifierMetrics:
         return [
             (1, {**labels, "algorithm": d.algorithm, "transport": d.transport, "state": d.state})
             for d, labels in self._drafters()
+        ]
+
+    def _cache_config(self) -> Samples:
+        return [
+            (1, {VERIFIER_LABEL: address, "block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)})
+            for address, info in self._known()
         ]
 
     def _by(self, label: str, values: Callable[[VerifierInfo], Mapping[str, float]]) -> Callable[[], Samples]:

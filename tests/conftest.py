@@ -3,7 +3,8 @@
 Without a GPU only tests marked `gpu` are skipped: other tests run GPU kernels in Triton's
 interpreter. Tests marked `compose` build and run images, so only --compose runs them; those marked
 `clients` install other projects' clients, so only --clients runs them; those marked `ray` start
-clusters, so only --ray runs them.
+clusters, so only --ray runs them; those marked `kubernetes` need programs that only
+`make test-kubernetes` installs.
 """
 
 from __future__ import annotations
@@ -141,14 +142,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--clients", action="store_true", help="run the tests that install other projects' clients")
     parser.addoption("--ray", action="store_true", help="run the tests that start Ray clusters")
     parser.addoption("--ray-kills", type=int, default=2, help="nodes that die while the application has load")
+    parser.addoption("--kubernetes", action="store_true", help="run the tests that need Helm's engine and Envoy")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for marker, what in (
-        ("compose", "builds images"),
-        ("clients", "installs other projects' clients"),
-        ("ray", "starts a Ray cluster"),
-    ):
+    reasons = {
+        "compose": "builds images",
+        "clients": "installs other projects' clients",
+        "ray": "starts a Ray cluster",
+        "kubernetes": "needs Helm's engine, Kubernetes' schemas and Envoy",
+    }
+    for marker, what in reasons.items():
         if not config.getoption(f"--{marker}"):
             for item in items:
                 if item.get_closest_marker(marker):

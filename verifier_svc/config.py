@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+import re
+from importlib.util import find_spec
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from foretoken.address import Address
 from foretoken.common_settings import ComputeSettings, ListenerSettings, ServedModelSettings
@@ -15,6 +17,22 @@ from foretoken.limits import MAX_DRAFT_TOKENS
 
 Transport = Literal["auto", "shared-memory", "grpc"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
+# What --kv-events imports: the extra kv-events.
+_KV_EVENT_MODULES = ("zmq", "msgspec")
+_ZMQ_TCP = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.]+\]|[^\s:/@]+):([0-9]{1,5})")
+
+
+def check_zmq_endpoint(endpoint: str) -> str:
+    """Return ``endpoint`` unchanged. Raises ValueError if ZeroMQ could not listen there."""
+    if endpoint.startswith("ipc:///"):
+        return endpoint
+    match = _ZMQ_TCP.fullmatch(endpoint)
+    if match is None or not 1 <= int(match[2]) <= 65535:
+        raise ValueError("expected tcp://ADDRESS:PORT, tcp://*:PORT or ipc:///path")
+    return endpoint
+
+
+ZmqEndpoint = Annotated[str, AfterValidator(check_zmq_endpoint)]
 
 
 class DrafterEndpoint(Settings):
@@ -26,7 +44,31 @@ class DrafterEndpoint(Settings):
     transport: Transport = "auto"
 
 
-class VerifierSettings(ServedModelSettings, ComputeSettings, ListenerSettings):
+class KvEventSettings(Settings):
+    """Settings of the stream of KV events."""
+
+    kv_events: Annotated[ZmqEndpoint | None, Flag(metavar="ENDPOINT", unset="none")] = Field(
+        default=None,
+        description="Publish which blocks the prefix cache holds, as vLLM does, on this ZeroMQ endpoint: tcp://*:5557. "
+        "Whoever reaches it reads the token ids of all prompts and outputs.",
+    )
+    kv_events_replay: Annotated[ZmqEndpoint | None, Flag(metavar="ENDPOINT", unset="none")] = Field(
+        default=None, description="Send published events again to who asks at this endpoint: tcp://*:5558."
+    )
+    kv_events_topic: Annotated[str, Flag(metavar="TOPIC", unset="kv@HOSTNAME@MODEL")] = Field(
+        default="", description="Topic of published events; llm-d's router expects kv@POD@MODEL."
+    )
+
+    @model_validator(mode="after")
+    def _replays_what_is_published(self) -> Self:
+        if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
+            raise ValueError("--kv-events-replay and --kv-events-topic need --kv-events")
+        if self.kv_events is not None and self.kv_events == self.kv_events_replay:
+            raise ValueError("--kv-events and --kv-events-replay must differ")
+        return self
+
+
+class VerifierSettings(ServedModelSettings, ComputeSettings, ListenerSettings, KvEventSettings):
     """Settings of one verifier process."""
 
     # strict: a row's logits have the same bits in any batch.
@@ -116,6 +158,15 @@ class VerifierSettings(ServedModelSettings, ComputeSettings, ListenerSettings):
         le=60_000,
         description="Milliseconds that a step waits for a draft at least; otherwise four times what drafts have cost.",
     )
+
+    def check_kv_events(self) -> None:
+        """Raise ConfigError if --kv-events is given without a cache, or without the packages that it needs."""
+        if self.kv_events is None:
+            return
+        if self.disable_radix_cache:
+            raise ConfigError("--kv-events publishes the prefix cache, which --disable-radix-cache switches off")
+        if not all(find_spec(name) for name in _KV_EVENT_MODULES):
+            raise ConfigError("--kv-events needs more packages: pip install 'foretoken[kv-events]'")
 
     @field_validator("simulate_accept_length")
     @classmethod

@@ -170,10 +170,10 @@ class Engine:
         with times.phase("draft_wait"):
             if waits_for_model:
                 # Drafting takes longer than the gateway needs for these tokens, on another core.
-                self.lifecycle.sessions.publish()
+                self.lifecycle.publish()
             self.speculator.collect()
         with times.phase("publish"):
-            self.lifecycle.sessions.publish()
+            self.lifecycle.publish()
         if not scheduled:
             return
         if all(part.was_decoding for part in scheduled):
@@ -196,7 +196,7 @@ class Engine:
         blocked = self._run_ahead.run(self.scheduler, self.speculator, self.lifecycle, self)
         if blocked is not None:
             self.counters.count_blocked_overlap(blocked.value)
-        self.lifecycle.sessions.publish()
+        self.lifecycle.publish()
         return blocked is None
 
     def _run_target(self, scheduled: list[Scheduled], times: StepTimes) -> None:

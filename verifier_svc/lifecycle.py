@@ -201,6 +201,12 @@ class Lifecycle:
         for phase in ("resident", "step"):
             self.counters.add_time(phase, seconds)
 
+    def publish(self) -> None:
+        """Hand over the step's events: to the sessions, and the prefix cache's to their publisher."""
+        self.sessions.publish()
+        if self.blocks.events is not None:
+            self.blocks.events.publish()
+
     # Ends.
 
     def _finish(

@@ -251,7 +251,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
             if is_ending or step.num_in_flight == MAX_IN_FLIGHT or not self._has_work():
                 is_ending |= not self._bind()
                 is_ending |= not self._read()
-            self._lifecycle.sessions.publish()
+            self._lifecycle.publish()
         self._end()
         return OverlapBlock.NO_FREE_BLOCKS if self._lacks_blocks and self._num_launched == 0 else None
 

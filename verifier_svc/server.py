@@ -7,6 +7,7 @@ import gc
 import logging
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -49,12 +51,16 @@ from verifier_svc.sampling.grammar import Vocabulary
 from verifier_svc.sampling.grammar_compiler import GrammarCompiler
 from verifier_svc.sampling.simulated_acceptance import AcceptanceSimulator, SimulatedWalker
 from verifier_svc.scheduling.block_manager import BlockManager
+from verifier_svc.scheduling.cache_events import CacheEvents
 from verifier_svc.scheduling.prefill_budget import PrefillBudget
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.service import VerifierService
 from verifier_svc.speculation.candidate_shapes import usual_trees
 from verifier_svc.speculation.costs import StepCosts
 from verifier_svc.speculation.speculator import Speculator
+
+if TYPE_CHECKING:
+    from verifier_svc.kv_events import KvEventPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -112,10 +118,18 @@ class Verifier:
     info: VerifierInfo
     grammars: GrammarCompiler
     clients: DrafterClients
+    kv_events: KvEventPublisher | None = None
+
+    def publish(self, kv_events: KvEventPublisher) -> None:
+        """Publish the changes of the prefix cache. Call it before the engine starts."""
+        self.kv_events = kv_events
+        self.engine.scheduler.blocks.events = CacheEvents(kv_events.publish)
 
     def close(self) -> None:
         self.grammars.close()
         self.engine.stop()
+        if self.kv_events is not None:
+            self.kv_events.close()
         for drafter in self.engine.speculator.drafters:
             drafter.source.close()
 
@@ -146,13 +160,31 @@ def build(
     settings = with_sizes(settings, backend)
     budget = memory_plan(settings, backend)
     usual = usual_trees(TreeBounds.of(settings))
+    # Bound before the model is loaded, so that an endpoint in use fails at once.
+    kv_events = _kv_event_publisher(settings)
     clients = DrafterClients(settings, backend, budget.num_blocks, usual)
     try:
         target_model = load_target(settings, budget, backend, progress, clients.start)
-        return _assemble(settings, backend, budget, target_model, clients, placed)
+        verifier = _assemble(settings, backend, budget, target_model, clients, placed)
+        if kv_events is not None:
+            verifier.publish(kv_events)
+        return verifier
     except BaseException:
         clients.close()
+        if kv_events is not None:
+            kv_events.close()
         raise
+
+
+def _kv_event_publisher(settings: VerifierSettings) -> KvEventPublisher | None:
+    if settings.kv_events is None:
+        return None
+    settings.check_kv_events()
+    # Imported here, since an extra brings its packages.
+    from verifier_svc.kv_events import KvEventPublisher
+
+    topic = settings.kv_events_topic or f"kv@{socket.gethostname()}@{settings.served_model_name}"
+    return KvEventPublisher(settings.kv_events, settings.kv_events_replay, topic, settings.block_size)
 
 
 def _assemble(

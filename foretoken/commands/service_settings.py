@@ -238,6 +238,7 @@ def verifier_settings(given: Given, **more: Any) -> VerifierSettings:
     settings = given.settings(VerifierSettings, **(_served_names(given) | more))
     # As above; a server checks both again before it listens.
     check_listener(settings.address, read_credentials(settings), is_insecure=settings.insecure_links)
+    settings.check_kv_events()
     return settings
 
 

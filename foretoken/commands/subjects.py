@@ -44,7 +44,10 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "Links between services": (
         *("--link-token-file", "--link-certfile", "--link-keyfile", "--link-ca", "--insecure-links"),
     ),
-    "Logs and metrics": ("--log-level", "--otlp-traces-endpoint", "--vllm-metric-names", "--speculative-metrics"),
+    "Logs and metrics": (
+        *("--log-level", "--otlp-traces-endpoint", "--vllm-metric-names", "--speculative-metrics"),
+        *("--kv-events", "--kv-events-replay", "--kv-events-topic"),
+    ),
     OTHER: ("--config", "--dry-run", "--help"),
 }
 _PLACES = {flag: (subject, place) for subject, flags in SUBJECTS.items() for place, flag in enumerate(flags)}

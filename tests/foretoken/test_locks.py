@@ -23,8 +23,11 @@ CONSTRAINTS = dict(
 # By lock: the requirements that it must satisfy, PyTorch apart where it is installed before.
 NEEDED: dict[str, list[str]] = {
     "gateway": [one for one in PROJECT["dependencies"] if Requirement(one).name not in NO_TORCH],
-    "engine": [one for one in PROJECT["dependencies"] if Requirement(one).name != "torch"],
-    "gpu": [*PROJECT["dependencies"], *EXTRAS["gpu"], *EXTRAS["otlp"]],
+    "engine": [
+        *(one for one in PROJECT["dependencies"] if Requirement(one).name != "torch"),
+        *EXTRAS["kv-events"],
+    ],
+    "gpu": [*PROJECT["dependencies"], *EXTRAS["gpu"], *EXTRAS["kv-events"], *EXTRAS["otlp"]],
     "dev": [*(one for one in PROJECT["dependencies"] if Requirement(one).name != "torch"), *EXTRAS["dev"]],
 }
 CUDA = re.compile(r"torch|nvidia-.*|cuda-.*")

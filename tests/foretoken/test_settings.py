@@ -39,6 +39,8 @@ TEXTS = {
     "model": "folder",
     "allowed_origins": "https://other",
     "gateway_workers": "2",
+    "kv_events": "tcp://*:5557",
+    "kv_events_replay": "tcp://*:5558",
     "tool_call_parser": "hermes",
     "reasoning_parser": "qwen3",
 }
@@ -66,7 +68,9 @@ def another(setting: Setting) -> Any:
     if choices:
         return next(choice for choice in choices if choice != setting.default)
     if kind in (int, float):
-        least = next((bound.ge for bound in setting.field.metadata if hasattr(bound, "ge")), 1)
+        bounds = setting.field.metadata
+        least = next((bound.ge for bound in bounds if hasattr(bound, "ge")), 1)
+        least = next((bound.gt + 1 for bound in bounds if hasattr(bound, "gt")), least)
         return kind(least + 1 if least == setting.default else least)
     return TEXTS.get(setting.path[0], "other")
 

@@ -135,6 +135,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             mode="strict",
             vocab_size=vocab_size,
             max_model_len=max_model_len,
+            block_size=16,
             num_blocks=10,
             num_free_blocks=4,
             num_running=3,

@@ -135,14 +135,27 @@ async def test_vllms_names_show_the_same_samples(
     )
 
 
-async def test_what_vllm_bench_reads_is_shown_without_a_flag(stack: Stack) -> None:
+async def test_what_vllm_bench_and_endpoint_pickers_read_is_shown_without_a_flag(stack: Stack) -> None:
     stack.verifier.script = steps([65, 66], [67])
     await stack.http.post(URL, json={"prompt": [5, 6, 7]})
-    lines = (await stack.http.get("/metrics")).text.splitlines()
-    assert {line.partition("{")[0] for line in lines if line.startswith("vllm:")} == {
-        f"vllm:spec_decode_num_{name}_total"
-        for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+    text = (await stack.http.get("/metrics")).text
+    names = {line.partition("{")[0] for line in text.splitlines() if line.startswith("vllm:")}
+    assert names == {
+        *(
+            f"vllm:spec_decode_num_{name}_total"
+            for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+        ),
+        *(f"vllm:{name}" for name in PICKER_NAMES),
     }
+    # llm-d's router takes gauges by these names, and reads the cache's size in labels.
+    expected = {"num_requests_waiting": 2, "num_requests_running": 3, "kv_cache_usage_perc": 0.6}
+    for name, value in expected.items():
+        assert await stack.metric(f"vllm:{name}", model_name="tiny", engine="0") == pytest.approx(value)
+        assert f"# TYPE vllm:{name} gauge" in text
+    assert await stack.metric("vllm:cache_config_info", block_size="16", num_gpu_blocks="10") == 1
+
+
+PICKER_NAMES = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info")
 
 
 # The metrics that vLLM's Grafana board and `vllm bench` read.

@@ -29,3 +29,8 @@ def check_blocks(manager: BlockManager) -> None:
     assert all(block_ids and referenced.issuperset(block_ids) for block_ids in copies), "a free block has a copy"
     assert manager._hashes.keys().isdisjoint(manager._empty), "an empty block has a hash"
     assert manager._hashes.keys() >= manager._cached.keys(), "a cached block has no hash"
+
+
+def found_hashes(manager: BlockManager) -> set[bytes]:
+    """Return the hashes of all blocks that a prefix lookup can find."""
+    return set(manager._blocks_of_hash)

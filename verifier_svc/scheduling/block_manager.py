@@ -20,6 +20,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from verifier_svc.scheduling.cache_events import CacheEvents
+
 # Bytes of a block hash: 128 bits of SHA-256. Two prefixes with one hash would read each other's
 # cache.
 HASH_BYTES = 16
@@ -36,9 +38,11 @@ class BlockTable:
             made.
         num_hashed: blocks at the front whose hash is known.
         chain_hash: hash of block ``num_hashed - 1``; the salt's hash if no block is hashed.
+        salt: the tenant's salt.
     """
 
     chain_hash: bytes
+    salt: str | None = None
     block_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_hashed: int = 0
@@ -51,11 +55,20 @@ class BlockManager:
     Block ids are [0, num_blocks). Only one thread uses it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_cache: bool = True,
+        events: CacheEvents | None = None,
+    ) -> None:
+        """``events``: records which blocks can be found. None: nobody wants to know."""
         assert num_blocks >= 1 and block_size >= 1
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
+        self.events = events
         self._ref_counts = [0] * num_blocks
         # Hash by findable block, and blocks by hash: several blocks only while all are referenced.
         self._hashes: dict[int, bytes] = {}
@@ -75,7 +88,7 @@ class BlockManager:
         The prefix may be empty. It leaves out at least one token, since the last token must run to
         give logits.
         """
-        table = BlockTable(_salt_hash(salt))
+        table = BlockTable(_salt_hash(salt), salt)
         if self.enable_prefix_cache:
             for index in range((len(token_ids) - 1) // self.block_size):
                 chain_hash = self._chain(table.chain_hash, token_ids, index)
@@ -126,8 +139,12 @@ class BlockManager:
         if num_written > min(len(token_ids), len(table.block_ids) * self.block_size):
             raise ValueError(f"{num_written} tokens cannot be in the table's blocks")
         while (table.num_hashed + 1) * self.block_size <= num_written:
-            table.chain_hash = self._chain(table.chain_hash, token_ids, table.num_hashed)
-            self._make_findable(table.block_ids[table.num_hashed], table.chain_hash)
+            index, parent = table.num_hashed, table.chain_hash
+            table.chain_hash = self._chain(parent, token_ids, index)
+            is_new = self._make_findable(table.block_ids[index], table.chain_hash)
+            if is_new and self.events is not None:
+                tokens = list(token_ids[index * self.block_size : (index + 1) * self.block_size])
+                self.events.stored(table.chain_hash, parent if index else None, tokens, table.salt)
             table.num_hashed += 1
 
     def forget(self, table: BlockTable) -> None:
@@ -144,6 +161,8 @@ class BlockManager:
             block_id, _ = self._cached.popitem()
             self._forget(block_id)
             self._empty.append(block_id)
+        if num_blocks and not self._hashes and self.events is not None:
+            self.events.cleared()
         return num_blocks
 
     def free(self, table: BlockTable) -> None:
@@ -173,9 +192,13 @@ class BlockManager:
             del self._cached[block_id]
         self._ref_counts[block_id] += 1
 
-    def _make_findable(self, block_id: int, chain_hash: bytes) -> None:
-        """Record the hash of a referenced block that is now full; drop an unreferenced copy."""
+    def _make_findable(self, block_id: int, chain_hash: bytes) -> bool:
+        """Record the hash of a referenced block that is now full; drop an unreferenced copy.
+
+        Returns whether no other block had this content.
+        """
         block_ids = self._blocks_of_hash.setdefault(chain_hash, [])
+        is_new = not block_ids
         if block_ids and self._ref_counts[block_ids[0]] == 0:
             copy = block_ids[0]
             del self._cached[copy], self._hashes[copy]
@@ -183,6 +206,7 @@ class BlockManager:
             self._empty.append(copy)
         block_ids.append(block_id)
         self._hashes[block_id] = chain_hash
+        return is_new
 
     def _forget(self, block_id: int) -> None:
         """Make a block's content unfindable."""
@@ -190,6 +214,8 @@ class BlockManager:
         self._blocks_of_hash[chain_hash].remove(block_id)
         if not self._blocks_of_hash[chain_hash]:
             del self._blocks_of_hash[chain_hash]
+            if self.events is not None:
+                self.events.removed(chain_hash)
 
     def _take_free(self) -> int:
         if self._empty:
