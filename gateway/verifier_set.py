@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 
 from gateway.discovery.source import VerifierSource
-from gateway.routing.fleet import Fleet
 from gateway.routing.defaults import DEFAULT_LOAD_BOUND
+from gateway.routing.fleet import Fleet
 from gateway.routing.router import Reason, Router
 from gateway.verifier_client import VerifierClient
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from benchmarks.routing.modelled_verifier import Costs, ModelledVerifier, Sequence
 from benchmarks.routing.trace import VOCAB_SIZE, Request, token_ids
+from gateway.routing.defaults import DEFAULT_LOAD_BOUND
 from gateway.routing.fleet import Fleet
 from gateway.routing.prefix import prefix_keys
-from gateway.routing.defaults import DEFAULT_LOAD_BOUND
 from gateway.routing.router import Router
 
 HEARTBEAT_S = 1.0

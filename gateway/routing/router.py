@@ -16,8 +16,8 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from gateway.routing.fleet import Fleet, Mask
 from gateway.routing.defaults import DEFAULT_LOAD_BOUND
+from gateway.routing.fleet import Fleet, Mask
 from gateway.routing.popularity import Popularity
 
 # A prefix gets a verifier for each 16th of the mean load that its requests make, or each sequence.
