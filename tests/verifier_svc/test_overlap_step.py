@@ -84,6 +84,7 @@ class Steps:
     def run(self, *, is_drafted: bool = False, found: Mapping[int, Draft] | None = None) -> dict[int, list[int]]:
         """Run one step; return the tokens of each seat that took part."""
         self.step.launch(is_drafted=is_drafted, found=found or {})
+        self.step.wait()
         tokens: dict[int, list[int]] = {}
         for seat, walk, num_nodes, _ in self.step.receive():
             (index,) = (index for index, sequence in self.seated.items() if sequence is seat.sequence)
@@ -166,6 +167,7 @@ def test_the_host_learns_whose_tree_was_verified(folder: Path, device: str) -> N
     steps.join(sequence)
     draft = draft_of([7, text[0]], [-1, 0])
     steps.step.launch(is_drafted=False, found={0: draft})
+    steps.step.wait()
     ((_, walk, num_nodes, found),) = steps.step.receive()
     assert (walk.tokens, walk.sources, num_nodes) == (text[:2], [3, 0], 2) and found is draft
 

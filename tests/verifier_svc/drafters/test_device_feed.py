@@ -48,7 +48,6 @@ ORACLE = SpeculationOptions(drafter="oracle")
 # Each of these keeps its batch from overlapping with the host's work, in these tests.
 ODD: dict[str, Callable[[Request], Request]] = {
     "grammar": with_grammar,
-    "n-grams": lambda request: replace(request, speculation=SpeculationOptions(drafter="quick")),
 }
 
 
@@ -127,7 +126,7 @@ def test_no_hidden_state_comes_to_the_host(odd: str, monkeypatch: pytest.MonkeyP
     fetch = runner.feature_rows
     monkeypatch.setattr(runner, "feature_rows", lambda rows: fetched.append(len(rows)) or fetch(rows))
     runs.harness.run(requests)
-    assert fetched[0] == sum(len(request.prompt) for request in requests[: 5 - (odd == "n-grams")])
+    assert fetched[0] == sum(len(request.prompt) for request in requests[:5])
     # The last sequence's final update is sent while nobody waits for a tree.
     assert len(fetched) <= 3 and max(fetched[1:]) <= 4 and oracle.ways.count("fed") > 8
 

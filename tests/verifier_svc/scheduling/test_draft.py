@@ -39,7 +39,7 @@ def is_sound(draft: Draft) -> bool:
 @given(drafts(), st.integers(0, 9))
 def test_nodes_to_a_depth(draft: Draft, most: int) -> None:
     cut = draft.to_depth(most)
-    assert is_sound(cut) and paths(cut) == [path for path in paths(draft) if len(path) <= most]
+    assert is_sound(cut) and paths(cut) == [path for path in paths(draft) if len(path) - 1 <= most]
 
 
 @given(drafts(), st.integers(1, 12))

@@ -10,7 +10,20 @@ import pytest
 from foretoken.drafting import DraftRequest, TargetInfo
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.engine_harness import Request, Result, TestSource
-from tests.support.runs import BLOCK, NODES, VOCAB, Course, Runs, choose, greedy, oracle_of, plain, prompt, with_grammar
+from tests.support.runs import (
+    BLOCK,
+    NODES,
+    VOCAB,
+    Course,
+    Runs,
+    choose,
+    greedy,
+    keep_masked_steps_ordinary,
+    oracle_of,
+    plain,
+    prompt,
+    with_grammar,
+)
 from tests.support.scripted_drafter import Nodes, ScriptedDrafter
 from verifier_svc import overlap
 from verifier_svc.drafters.request import NO_DRAFT, Shape
@@ -252,8 +265,11 @@ def test_a_lookup_drafter_goes_within_a_run(what: str, with_model: bool) -> None
             assert [*asked.prompt, *expected.token_ids] in play.lookup.learnt
 
 
-def test_trees_of_the_last_ordinary_step_are_verified_by_the_first_overlapped_one() -> None:
+def test_trees_of_the_last_ordinary_step_are_verified_by_the_first_overlapped_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An ordinary step finds trees; nothing of them is lost when steps overlap again."""
+    keep_masked_steps_ordinary(monkeypatch)
     requests = [request("quick", seed=1), with_grammar(greedy(5, 6, 12))]
     play = Play(requests, range(NUM_TOKENS), with_model=False)
     results = play.run()

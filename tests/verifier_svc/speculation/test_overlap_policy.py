@@ -41,19 +41,17 @@ def test_steps_that_overlap_are_not_counted() -> None:
     assert counts(runs) == {}
 
 
-def test_several_drafters() -> None:
+def test_a_lookup_drafter_beside_a_model() -> None:
     runs, _ = with_oracle(with_lookup=True)
     runs.harness.drain()
-    assert runs.num_ahead == 0 and set(counts(runs)) == {"several_drafters"}
-    # A run is tried before each step, the first one included.
-    assert counts(runs)["several_drafters"] == runs.num_ordinary
+    assert runs.num_ahead > 5 and "several_drafters" not in counts(runs)
 
 
 def test_a_lookup_drafter_alone() -> None:
     request = greedy(1, 6, 30, speculation=SpeculationOptions(drafter="lookup"))
     runs = Runs([TestSource("lookup", ScriptedDrafter({}), INFO)])  # type: ignore[list-item]
     runs.harness.run([request])
-    assert runs.num_ahead == 0 and set(counts(runs)) == {"lookup_drafter"}
+    assert runs.num_ahead > 5 and not counts(runs)
 
 
 def test_a_grammar() -> None:
@@ -120,8 +118,7 @@ def test_a_lookup_drafter_that_rests_is_not_forgotten_by_a_run_without_it() -> N
             runs.harness.submit(second)
 
     runs.harness.run([first])
-    # Asked for about every LOOKUP_RESTS steps while the second one runs.
-    assert lookup.num_requests >= 2 and counts(runs)["lookup_drafter"] >= 2
+    assert lookup.num_requests >= 2
 
 
 def test_who_names_a_drafter_has_it_beside_one_whose_drafts_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
