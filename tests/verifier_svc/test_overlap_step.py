@@ -120,7 +120,7 @@ def sequence_of(prompt: list[int], slot: int, blocks: list[int]) -> Sequence:
         None,
     )
     sequence = Sequence(submit, max_model_len=16, eos_ids=frozenset(), token_limit=VOCAB, now=0.0)
-    sequence.table = BlockTable(b"", blocks)
+    sequence.table = BlockTable(b"", block_ids=blocks)
     sequence.slot, sequence.generation = slot, 0
     return sequence
 
