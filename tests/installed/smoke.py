@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 
 PACKAGES = ("foretoken", "gateway", "verifier_svc", "drafter_svc", "protos", "foretoken_kernels")
-# Extras, which are not installed: only modules that run on a GPU may want them.
-EXTRAS = {"triton", "cuda", "flashinfer"}
+# Extras, which are not installed: only modules that run on a GPU, in Ray, or publish KV events may want them.
+EXTRAS = {"triton", "cuda", "flashinfer", "ray", "zmq", "msgspec"}
 COMMANDS = {
     "": ("serve", "gateway", "verifier", "drafter", "train", "convert", "probe", "complete", "corpus", "drafters"),
     "corpus": ("add", "list", "remove"),
