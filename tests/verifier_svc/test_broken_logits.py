@@ -19,6 +19,7 @@ from tests.support.fitted_models import text
 from tests.support.hash_target import HashTarget
 from tests.support.oracle_drafter import OracleDrafter
 from tests.support.runs import BLOCK, VOCAB, Runs, greedy, oracle_of, plain
+from verifier_svc.sampling.device_masks import SentMasks
 from verifier_svc.sampling.device_walker import DeviceWalker, WalkStage
 
 DATA_LOSS = ModelOutputError("").code
@@ -156,13 +157,13 @@ def test_a_broken_row_on_a_gpu(
     harness = on_device.harness(target, (), device, max_nodes=4, overlap=overlap, sources=[oracle] if drafts else [])
     sample_and_walk = DeviceWalker.sample_and_walk
 
-    def spoil(self: DeviceWalker, stage: WalkStage, logits: torch.Tensor) -> None:
+    def spoil(self: DeviceWalker, stage: WalkStage, logits: torch.Tensor, masks: SentMasks | None = None) -> None:
         # Steps that begin after the fourth token.
         asked = stage.asked.device
         at = asked["positions"][asked["row_seqs"].long().clamp(min=0)]
         is_broken = (asked["row_seqs"] >= 0) & (at >= 44)
         logits[:, 5] = torch.where(is_broken, float("nan"), logits[:, 5])
-        sample_and_walk(self, stage, logits)
+        sample_and_walk(self, stage, logits, masks)
 
     monkeypatch.setattr(DeviceWalker, "sample_and_walk", spoil)
     broken, sound = harness.run(requests)
