@@ -181,13 +181,12 @@ class AllowedTokens:
             if token in self._stop_ids:
                 walk.rows[child] = NO_MASK
                 continue
-            ahead, after = self._matcher, masks
-            if self._matcher is not None and not self._try_ahead([token]):
-                continue
+            ahead = None
             if self._matcher is not None:
+                if not self._try_ahead([token]):
+                    continue
                 ahead = self._ahead
-            if masks is not None:
-                after = masks.after(token)
+            after = masks.after(token) if masks is not None else None
             following, _ = self._next(ahead, after, num_output_tokens + 1)
             if following is not None:
                 walk.rows[child] = len(walk.bits)
