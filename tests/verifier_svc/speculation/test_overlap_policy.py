@@ -47,6 +47,18 @@ def test_a_lookup_drafter_beside_a_model() -> None:
     assert runs.num_ahead > 5 and "several_drafters" not in counts(runs)
 
 
+def test_several_drafters_with_a_model() -> None:
+    request = greedy(1, 6, 30, speculation=MERGED)
+    expected = plain([request])
+    one, other = oracle_of([request], expected), oracle_of([request], expected)
+    other.name = "other"
+    runs = Runs([one, other])
+    assert_bits(expected[0], runs.harness.run([request])[0])
+    assert runs.num_ahead == 0 and set(counts(runs)) == {"several_drafters"}
+    # A run is tried before each step, the first one included.
+    assert counts(runs)["several_drafters"] == runs.num_ordinary
+
+
 def test_a_lookup_drafter_alone() -> None:
     request = greedy(1, 6, 30, speculation=SpeculationOptions(drafter="lookup"))
     runs = Runs([TestSource("lookup", ScriptedDrafter({}), INFO)])  # type: ignore[list-item]
@@ -105,8 +117,8 @@ def test_a_drafter_that_is_not_ready(reason: str) -> None:
     assert runs.num_ahead > 5
 
 
-def test_a_lookup_drafter_that_rests_is_not_forgotten_by_a_run_without_it() -> None:
-    """One that joins, and whose look-up drafter has found nothing, ends a run of any length."""
+def test_a_lookup_drafter_of_one_that_joins_is_asked_within_the_run() -> None:
+    """The sequences before it use another drafter."""
     first = greedy(1, 6, 90, speculation=SpeculationOptions(drafter="oracle"))
     second = greedy(2, 6, 60)
     oracle = oracle_of([first, second], plain([first, second]))
