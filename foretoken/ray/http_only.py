@@ -9,7 +9,7 @@ _OF_RAY = b"x-request-id"
 
 
 class HttpOnly:
-    """An ASGI application around one that knows HTTP requests and no more, as uvicorn is told."""
+    """Wraps an ASGI application that handles HTTP requests only: it has no lifespan and no websockets."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -12,7 +12,7 @@ STRATEGY = "STRICT_PACK"
 def bundles(given: Given, *, has_gpus: bool) -> list[dict[str, float]]:
     """Return the bundles of one verifier. ``has_gpus``: whether the cluster has any."""
     device = given.settings(ComputeSettings).device
-    # Ray counts cores and limits nobody to them.
+    # Ray only counts cores; it does not keep a process to them.
     bundle = {"CPU": float(given.values.get("threads") or 1)}
     if device == "cuda" or (device == "auto" and has_gpus):
         bundle["GPU"] = 1.0

@@ -34,7 +34,7 @@ IDLE_S = 4.0
 
 
 class EndedError(Exception):
-    """The process ended, though nobody stopped it."""
+    """The process ended without being stopped."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)

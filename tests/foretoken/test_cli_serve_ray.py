@@ -107,7 +107,7 @@ def test_a_file_counts_as_ready_while_its_writer_lives(tmp_path: Path) -> None:
     probe = FileProbe(file, path)
 
     async def scenario() -> None:
-        # Of a process that was killed: its file is there, and nobody answers.
+        # The socket's file of a killed process: nothing answers there.
         file.touch()
         assert (await probe.is_ready(), await probe.last_turn()) == (False, None)
         file.unlink()

@@ -179,7 +179,7 @@ def test_a_short_prompt_goes_where_the_least_load_is_and_ties_are_spread() -> No
 
 
 def serve(router: Router, fleet: Fleet, prompts: Sequence[Sequence[int]], running: int) -> list[Decision]:
-    """Route prompts one by one, of which the latest ``running`` run at the same time."""
+    """Route prompts one by one. The latest ``running`` of them run at the same time."""
     decisions: list[Decision] = []
     for tokens in prompts:
         decision = route(router, tokens)
