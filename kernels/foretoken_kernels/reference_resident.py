@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from foretoken_kernels.resident_state import NO_NODE, NO_SLOT, DraftedTrees, Joining, Seats, StepResults, StepRows
+from foretoken_kernels.resident_state import (
+    NO_NODE,
+    NO_SLOT,
+    SCORE_BITS,
+    SCORE_STEPS,
+    DraftedTrees,
+    Joining,
+    Seats,
+    StepResults,
+    StepRows,
+)
 from foretoken_kernels.sampler_state import FINISH_BROKEN, FINISH_LENGTH, FINISH_NONE, FINISH_NOT_ALLOWED, WalkResult
 
 
@@ -13,6 +23,39 @@ def join_seats_reference(seats: Seats, joining: Joining) -> None:
     for seat in joining.joins.nonzero()[:, 0].tolist():
         for name in Joining._fields[1:]:
             getattr(seats, name)[seat] = getattr(joining, name)[seat]
+
+
+def share_rows_reference(
+    seats: Seats,
+    drafted: DraftedTrees,
+    found: DraftedTrees,
+    scores: torch.Tensor,
+    widths: torch.Tensor,
+    row_starts: torch.Tensor,
+    num_rows: int,
+) -> None:
+    """Define gpu.shared_rows.share_rows: divide rows among the seats by the scores of their drafted nodes."""
+    step, worst = int(seats.step[0]), (1 << SCORE_BITS) - 1
+    keys: list[tuple[int, int]] = []
+    sizes = []
+    for seat, width in enumerate(widths.tolist()):
+        is_found = int(found.stamp[0]) == step and int(found.num_nodes[seat]) > 1
+        is_drafted = int(drafted.stamp[0]) == step > int(seats.joined[seat])
+        count = int(found.num_nodes[seat]) if is_found else int(drafted.num_nodes[seat]) if is_drafted else 1
+        count = min(count, int(seats.num_left[seat]))
+        sizes.append(int(width > 0))
+        for node in range(1, width):
+            key = worst
+            if node < count:
+                score = float(scores[seat, node]) * SCORE_STEPS if not is_found and node < scores.shape[1] else 0.0
+                key = int(-min(score, 0.0)) if score > -(worst - 1) else worst - 1
+            keys.append((key, seat))
+    quota = min(num_rows, int(widths.sum())) - sum(sizes)
+    # The sort is stable: of equal keys, the lower seat's come first.
+    for _, seat in sorted(keys, key=lambda each: each[0])[:quota]:
+        sizes[seat] += 1
+    row_starts[0] = 0
+    row_starts[1:] = torch.tensor(sizes).cumsum(0)
 
 
 def lay_out_rows_reference(

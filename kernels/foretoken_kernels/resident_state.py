@@ -14,6 +14,9 @@ import torch
 # sampled token equals it.
 NO_SLOT = -1
 NO_NODE = -2
+# Scores, which are logarithms of chances, are compared in steps of 1/SCORE_STEPS, with so many bits: to some -16.
+SCORE_STEPS = 256
+SCORE_BITS = 12
 
 
 class Seats(NamedTuple):
@@ -78,7 +81,7 @@ class StepRows(NamedTuple):
     KV slot, sequence or context.
 
     Attributes:
-        row_starts: [seats + 1]; read.
+        row_starts: [seats + 1]; read. The host or ``share_rows`` writes it.
         token_ids, positions, slot_mapping, context_lens: [rows].
         masks: int64 [rows, words]; bits of the node and its ancestors, without the root.
         tree_starts: [seats]; the root's logical KV slot; node i has the i-th slot after it.

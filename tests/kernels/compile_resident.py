@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import triton
-from foretoken_kernels.gpu import forced_walk, resident_results, resident_rows, resident_seats
+from foretoken_kernels.gpu import forced_walk, resident_results, resident_rows, resident_seats, shared_rows
 from foretoken_kernels.resident_state import DraftedTrees, Joining, Seats, StepResults, StepRows
 from foretoken_kernels.sampler_state import WalkResult
 from triton.backends.compiler import GPUTarget
@@ -44,6 +44,11 @@ def compile_all() -> None:
         compile_kernel(resident_rows._lay_out_rows, rows, constants, warps)
         forced = {"rows": ROWS, "walk": WALK, "owed": "*fp32", "mean": "fp32", "max_walked": "i32"}
         compile_kernel(forced_walk._force_walk, forced, {"NODES": nodes}, 1)
+    shared = {"seats": SEATS, "drafted": TREES, "found": TREES, "scores": "*fp32"}
+    shared |= dict.fromkeys(("widths", "row_starts", "walk_starts"), "*i32")
+    shared |= dict.fromkeys(("num_seats", "num_rows", "stride"), "i32")
+    for seats, nodes in ((2, 2), (256, 8), (512, 64)):
+        compile_kernel(shared_rows._share_rows, shared, {"SEATS": seats, "NODES": nodes, "STEPS": 256, "BITS": 12}, 8)
     step = {"rows": ROWS, "walk": WALK, "results": RESULTS}
     advance = {"seats": SEATS} | step | {"max_walked": "i32", "most": "i32"}
     compile_kernel(resident_results._advance_seats, advance, {"TOKENS": 8}, 1)

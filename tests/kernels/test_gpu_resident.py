@@ -17,6 +17,7 @@ from foretoken_kernels.gpu.forced_walk import force_walk
 from foretoken_kernels.gpu.resident_results import advance_seats, finish_step, gather_hidden
 from foretoken_kernels.gpu.resident_rows import lay_out_rows
 from foretoken_kernels.gpu.resident_seats import join_seats
+from foretoken_kernels.gpu.shared_rows import share_rows
 from foretoken_kernels.resident_state import DraftedTrees, Joining, Seats, StepResults, StepRows, new_seats
 from foretoken_kernels.sampler_state import (
     FINISH_BROKEN,
@@ -134,6 +135,60 @@ def test_rows(widths: list[int], nodes: int, words: int, seed: int, device: str)
     rows = lay_out(state, max(widths))
     end = sum(widths)
     assert (rows.slot_mapping[end:] == 77).all(), "rows behind the seats' are nobody's to write"
+
+
+def share(state: State, scores: torch.Tensor, widths: list[int], num_rows: int) -> list[int]:
+    """Divide rows with the kernel and the reference, which must agree; return the rows of each seat."""
+    most = torch.tensor(widths, dtype=torch.int32, device=scores.device)
+    expected = torch.full_like(state.rows.row_starts, 77)
+    copy = expected.clone()
+    reference.share_rows_reference(state.seats, state.trees, state.found, scores, most, expected, num_rows)
+    trees, starts = (state.trees, state.found), state.rows.row_starts
+    share_rows(state.seats, *trees, scores, most, starts, copy, num_rows=num_rows, max_width=max(widths))
+    assert starts.tolist() == expected.tolist()
+    assert copy.tolist() == expected.tolist()
+    return starts.diff().tolist()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("widths", "num_rows"), [([5, 5, 5, 5], 11), ([8, 0, 1, 8, 3], 9), ([2], 1), ([8] * 40, 130), ([4, 4], 99)]
+)
+def test_shared_rows(widths: list[int], num_rows: int, seed: int, device: str) -> None:
+    random = np.random.default_rng(seed)
+    state = state_of(random, widths, max(widths), 1, device, with_found=seed % 2 == 1)
+    # Some of one value, some too bad to tell apart, some of no value.
+    scores = -np.cumsum(random.choice([0.0, 0.001, 0.3, 2.0, 9.0], (len(widths), max(widths))), axis=1)
+    scores[random.random(scores.shape) < 0.1] = np.nan
+    sizes = share(state, torch.from_numpy(scores.astype(np.float32)).to(device), widths, num_rows)
+    assert sum(sizes) == min(num_rows, sum(widths))
+    assert all(min(width, 1) <= size <= width for size, width in zip(sizes, widths, strict=True))
+
+
+def test_the_best_nodes_of_all_seats_get_the_rows(device: str) -> None:
+    state = state_of(np.random.default_rng(4), [4] * 5, 4, 1, device)
+    state.seats.num_left[:] = torch.tensor([9, 9, 9, 9, 2])
+    state.seats.joined[:] = torch.tensor([0, 0, STEP, 0, 0])
+    state.trees.num_nodes.fill_(4)
+    scores = torch.tensor([-0.1, -0.2, -0.3], device=device).repeat(5, 1)
+    scores[1] *= 10
+    scores = torch.cat([torch.zeros(5, 1, device=device), scores], dim=1)
+    # The third has just joined, so its tree is another's; the fifth may emit two tokens at most.
+    assert share(state, scores, [4] * 5, 12) == [4, 1, 1, 4, 2]
+    assert share(state, scores, [4] * 5, 15) == [4, 4, 1, 4, 2]
+    assert share(state, scores, [4] * 5, 8) == [2, 1, 1, 2, 2]
+    # Of places without a node, the first.
+    assert share(state, scores, [4] * 5, 17) == [4, 4, 3, 4, 2]
+
+
+def test_found_nodes_come_before_drafted_ones(device: str) -> None:
+    state = state_of(np.random.default_rng(4), [4] * 3, 4, 1, device, with_found=True)
+    state.seats.num_left.fill_(9)
+    state.seats.joined.fill_(0)
+    state.trees.num_nodes.fill_(4)
+    state.found.num_nodes[:] = torch.tensor([0, 4, 1])
+    scores = torch.full((3, 4), -0.01, device=device)
+    assert share(state, scores, [4] * 3, 7) == [2, 4, 1]
 
 
 @pytest.mark.parametrize("stamp", [STEP, STEP - 1])

@@ -1,0 +1,118 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Divide the rows of an overlapped step among its seats: the best drafted nodes of all seats get them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from foretoken_kernels.resident_state import SCORE_BITS, SCORE_STEPS, DraftedTrees, Seats
+
+
+@triton.jit(do_not_specialize=["num_seats", "num_rows"])
+def _share_rows(
+    seats,
+    drafted,
+    found,
+    scores,
+    widths,
+    row_starts,
+    walk_starts,
+    num_seats,
+    num_rows,
+    stride,
+    SEATS: tl.constexpr,
+    NODES: tl.constexpr,
+    STEPS: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    worst: tl.constexpr = (1 << BITS) - 1
+    seat = tl.arange(0, SEATS)
+    node = tl.arange(0, NODES)
+    is_seat = seat < num_seats
+    width = tl.maximum(tl.load(widths + seat, mask=is_seat, other=0), 0)
+    step = tl.load(seats.step)
+    num_found = tl.load(found.num_nodes + seat, mask=is_seat, other=0)
+    is_found = (tl.load(found.stamp) == step) & (num_found > 1)
+    joined = tl.load(seats.joined + seat, mask=is_seat, other=0)
+    is_drafted = (tl.load(drafted.stamp) == step) & (step > joined)
+    num_drafted = tl.load(drafted.num_nodes + seat, mask=is_seat, other=0)
+    count = tl.where(is_found, num_found, tl.where(is_drafted, num_drafted, 1))
+    count = tl.minimum(count, tl.load(seats.num_left + seat, mask=is_seat, other=0))
+
+    is_place = (node > 0)[None, :] & (node[None, :] < width[:, None])
+    is_node = is_place & (node[None, :] < count[:, None])
+    has_score = is_node & (node < stride)[None, :] & (is_found == 0)[:, None]
+    score = tl.load(scores + seat.to(tl.int64)[:, None] * stride + node[None, :], mask=has_score, other=0.0)
+    # Scores are not trusted: NaN is no number above a bound.
+    is_good = score * STEPS > -(worst - 1)
+    key = tl.where(is_good, (-tl.minimum(score, 0.0) * STEPS).to(tl.int32), worst - 1)
+    key = tl.where(is_node, key, worst)
+
+    quota = tl.minimum(num_rows, tl.sum(width, axis=0)) - tl.sum((width > 0).to(tl.int32), axis=0)
+    # The largest key that has at most `quota` places before it.
+    bound = tl.sum(width, axis=0) * 0
+    for bit in tl.static_range(BITS):
+        higher = bound | (1 << (BITS - 1 - bit))
+        num_before = tl.sum(tl.sum((is_place & (key < higher)).to(tl.int32), axis=1), axis=0)
+        bound = tl.where(num_before <= quota, higher, bound)
+    is_sure = (is_place & (key < bound)).to(tl.int32)
+    is_even = (is_place & (key == bound)).to(tl.int32)
+    # Of equal ones the first: lower seats, and in a seat lower nodes.
+    left = quota - tl.sum(tl.sum(is_sure, axis=1), axis=0)
+    num_even = tl.sum(is_even, axis=1)
+    rank = (tl.cumsum(num_even, axis=0) - num_even)[:, None] + tl.cumsum(is_even, axis=1) - is_even
+    taken = is_sure + is_even * (rank < left).to(tl.int32)
+    ends = tl.cumsum((width > 0).to(tl.int32) + tl.sum(taken, axis=1), axis=0)
+    for_first = tl.arange(0, 1)
+    tl.store(row_starts + for_first, for_first)
+    tl.store(walk_starts + for_first, for_first)
+    tl.store(row_starts + 1 + seat, ends, mask=is_seat)
+    tl.store(walk_starts + 1 + seat, ends, mask=is_seat)
+
+
+def share_rows(
+    seats: Seats,
+    drafted: DraftedTrees,
+    found: DraftedTrees,
+    scores: torch.Tensor,
+    widths: torch.Tensor,
+    row_starts: torch.Tensor,
+    walk_starts: torch.Tensor,
+    *,
+    num_rows: int,
+    max_width: int,
+) -> None:
+    """Write ``row_starts`` and its copy; reference_resident.share_rows_reference defines it.
+
+    Each seat with a width gets a row for its root. The other rows go to the nodes of the best scores, whatever
+    seat they are of. A seat's nodes get their rows in order, so trees must be chains whose scores fall.
+
+    Args:
+        drafted: the trees of the drafter on this device.
+        found: trees from the host; their nodes come before all drafted ones.
+        scores: float32 [seats, nodes] of the drafted trees; not trusted.
+        widths: int32 [seats]; most rows of each seat; 0: it is empty.
+        row_starts, walk_starts: int32 [seats + 1].
+        num_rows: rows to divide, at least one for each seat with a width.
+        max_width: no width is larger.
+    """
+    num_seats = len(widths)
+    _share_rows[(1,)](
+        seats,
+        drafted,
+        found,
+        scores,
+        widths,
+        row_starts,
+        walk_starts,
+        num_seats,
+        num_rows,
+        scores.shape[1],
+        SEATS=max(triton.next_power_of_2(num_seats), 2),
+        NODES=max(triton.next_power_of_2(max_width), 2),
+        STEPS=SCORE_STEPS,
+        BITS=SCORE_BITS,
+        num_warps=8,
+    )
