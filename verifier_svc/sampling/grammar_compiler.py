@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -171,9 +172,10 @@ class GrammarCompiler:
             "limits": LIMITS,
         }
         # The checker ends with its input, so it cannot outlive this process. Its own session
-        # shields it from the terminal's signals.
+        # shields it from the terminal's signals. It finds packages where this process does.
         self._checker = subprocess.Popen(
-            [sys.executable, "-I", str(Path(grammar_check.__file__)), json.dumps(options)],
+            [sys.executable, "-P", "-s", str(Path(grammar_check.__file__)), json.dumps(options)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

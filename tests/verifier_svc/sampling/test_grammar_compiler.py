@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -280,6 +282,24 @@ def test_the_checking_process_is_started_again_after_its_death(make: Callable[..
     assert run(compiler.matcher(regex("b"))).allowed.any()
     compiler.close()
     assert not set(psutil.Process().children()) - before
+
+
+def test_the_checking_process_finds_packages_where_this_one_does(folder: Path) -> None:
+    """With packages that only PYTHONPATH names, every grammar was refused: the checker ignored it."""
+    code = (
+        "import asyncio\n"
+        "from tests.support.grammars import regex, vocabulary\n"
+        "from verifier_svc.sampling.grammar_compiler import GrammarCompiler\n"
+        "from pathlib import Path\n"
+        f"compiler = GrammarCompiler(lambda: vocabulary(Path({str(folder)!r})))\n"
+        "assert asyncio.run(compiler.matcher(regex('ab'))).allowed.any()\n"
+        "compiler.close()\n"
+    )
+    # The interpreter outside the environment has none of the packages itself.
+    interpreter = str(Path(sys.executable).resolve())
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([interpreter, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_model_without_a_tokenizer_is_named_in_every_refusal(tmp_path: Path) -> None:
