@@ -33,14 +33,9 @@ def main() -> int:
                     f"{figures['tokens_per_second']:.0f} tokens/s, plain {figures['plain_tokens_per_second']:.0f}"
                 )
     for shape, count in steps.most_common():
-        print(f"{name_of(shape)}: {count} steps")
+        print(f"{shape.name}: {count} steps")
     print(f"{num_others} of {steps.total()} decisions are others than logged")
     return int(num_others > 0)
-
-
-def name_of(shape: Shape) -> str:
-    """Return levels, children and nodes, as benchmarks write a shape."""
-    return f"{shape.depth}-{shape.branches}-{shape.nodes}"
 
 
 if __name__ == "__main__":

@@ -155,16 +155,17 @@ class RunAhead:
         Called while no sequence runs.
         """
         self._forget_memory(speculator.drafters)
-        steps: dict[ResidentStep, tuple[tuple[int, ...], list[int]]] = {self._plain: ((), [1])}
+        steps: dict[ResidentStep, tuple[tuple[int, ...], list[tuple[int, int]]]] = {self._plain: ((), [(1, 1)])}
         for drafter in speculator.drafters:
             attachment = drafter.attachment
             if attachment is not None and attachment.has_resident and attachment.has_answered():
-                widths = sorted({shape.nodes for shape in speculator.overlap.controllers.of(drafter).controller.shapes})
-                steps[self._step_for(drafter, attachment)[0]] = attachment.needs.features, widths
+                shapes = speculator.overlap.controllers.of(drafter).controller.shapes
+                sizes = sorted({(shape.rows, shape.nodes) for shape in shapes})
+                steps[self._step_for(drafter, attachment)[0]] = attachment.needs.features, sizes
         has_lookups = any(drafter.is_attached and not drafter.has_model for drafter in speculator.drafters)
-        for step, (features, widths) in steps.items():
+        for step, (features, sizes) in steps.items():
             if step not in self._captures:
-                self._captures[step] = step.captures(features, widths, has_found=has_lookups)
+                self._captures[step] = step.captures(features, sizes, has_found=has_lookups)
             if next(self._captures[step], self) is not self:
                 return True
         return False
@@ -364,6 +365,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
             for index, seat in enumerate(step.seats):
                 if seat is not None:
                     step.resize(index, drafting.shape_of(seat.sequence).nodes)
+            step.share_rows(drafting.shape.budget)
         self._launched = tuple(step.seats)
         taken = [seat for seat in self._launched if seat is not None]
         if not taken and not num_prompt_rows:
@@ -378,9 +380,9 @@ class OverlappedRun:  # large: the phases of one loop share its state
         gap_s = time.perf_counter() - self._done_at if is_late else 0.0
         if is_late:
             self._lookups.observe_gap(gap_s)
-        num_rows = sum(seat.width for seat in taken)
+        num_rows = sum(step.num_rows(seat) for seat in taken)
         num_found_rows = sum(
-            max(draft.tree.num_nodes - seat.width, 0)
+            max(draft.tree.num_nodes - step.num_rows(seat), 0)
             for index, draft in found.items()
             if (seat := self._launched[index]) is not None
         )
@@ -536,7 +538,13 @@ class OverlappedRun:  # large: the phases of one loop share its state
                 continue
             sequence = seat.sequence
             num_drafted = num_nodes if found is None else 1
-            shares = drafting.observe(sequence, num_drafted, len(walk.matched_nodes), len(walk.tokens))
+            shares = drafting.observe(
+                sequence,
+                num_drafted,
+                len(walk.matched_nodes),
+                len(walk.tokens),
+                got_no_row=bool(facts.shape.budget) and found is None and seat.has_stepped,
+            )
             if found is not None and num_nodes == found.tree.num_nodes:
                 shares = found.shares(walk.matched_nodes)
                 self._speculator.observe(sequence, found, walk.matched_nodes, shares)

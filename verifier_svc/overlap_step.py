@@ -25,11 +25,12 @@ from foretoken_kernels.gpu.kv_commit import kv_commit
 from foretoken_kernels.gpu.resident_results import advance_seats, finish_step, gather_hidden
 from foretoken_kernels.gpu.resident_rows import lay_out_rows
 from foretoken_kernels.gpu.resident_seats import join_seats
+from foretoken_kernels.gpu.shared_rows import share_rows
 from foretoken_kernels.resident_state import NO_NODE, DraftedTrees, Joining, Seats, StepResults, StepRows, new_seats
 
 from foretoken.models.batch import ForwardBatch, blank_batch
 from foretoken.models.device_batch import bucket, seq_bucket
-from foretoken.models.device_batches import PROMPT_SEQS, prompt_bucket
+from foretoken.models.device_batches import MAX_PROMPT_GRAPH_ROWS, PROMPT_SEQS, prompt_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_llama import ResidentPass
 from foretoken.models.pinned_buffers import FetchBuffer, PinnedBuffers, SendRing
@@ -42,6 +43,7 @@ from verifier_svc.sampling.device_walker import DeviceWalker, WalkStage, walk_re
 from verifier_svc.sampling.verify import WalkResult, followed
 from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult, SeatTree
+from verifier_svc.speculation.candidate_shapes import SHARED_FROM
 
 # Most block tables that may be in transfer at once.
 _TABLES_IN_FLIGHT = 4
@@ -54,20 +56,21 @@ _EAGER_STEPS = 8
 
 
 class _Shape(NamedTuple):
-    """The sizes that a step's graph is captured for."""
+    """The sizes that a step's graph is captured for. ``is_shared``: whether the GPU divides the rows."""
 
     rows: int
     seqs: int
     max_width: int
     blocks: int
     features: tuple[int, ...]
+    is_shared: bool
 
 
 class _Stage:
     """The buffers of one shape."""
 
-    def __init__(self, resident: ResidentPass, walk: WalkStage) -> None:
-        self.resident, self.walk = resident, walk
+    def __init__(self, resident: ResidentPass, walk: WalkStage, *, is_shared: bool) -> None:
+        self.resident, self.walk, self.is_shared = resident, walk, is_shared
         arrays, asked = resident.batch.arrays, walk.asked.device
         self.rows = StepRows(
             row_starts=arrays.row_starts,
@@ -86,8 +89,10 @@ class _Stage:
             num_nodes=walk.found.device["num_nodes"],
         )
         self.tables = SendRing(arrays.block_tables, _TABLES_IN_FLIGHT)
+        # Most rows of each seat, where they are shared.
+        self.widths = PinnedBuffers({"widths": ((resident.batch.shape.seqs,), torch.int32)}, arrays.row_starts.device)
         # The first row of each seat, and the trees that the rows got.
-        self.starts = np.zeros(0, np.int32)
+        self.starts = FetchBuffer(arrays.row_starts)
         self.tokens, self.parents = FetchBuffer(asked["tokens"]), FetchBuffer(asked["parents"])
 
 
@@ -160,10 +165,13 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self._seats: list[Seat | None] = [None] * max_seats
         self._tables = np.zeros((max_seats, 0), np.int32)
         self._num_blocks = [0] * max_seats
+        # Rows of a seat, on average, where the best nodes of all get them; 0: each node has a row.
+        self._budget = 0
         # What has changed since the last launch: seats that were taken, and whether the rows must
-        # be divided anew; the rows of each seat as they were divided last.
+        # be divided anew; the most rows of each seat and of all, as they were divided last.
         self._joined: list[int] = []
         self._widths: list[int] = []
+        self._num_rows = 0
         self._is_laid_out = False
         self._shape: _Shape | None = None
         self._in_flight: deque[_Launched] = deque()
@@ -204,7 +212,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         assert not self._in_flight
         self._features = features
         nodes = self.memory.layout.nodes
-        stage = self._stage(nodes, 1, nodes, 1)
+        stage = self._stage(nodes, 1, nodes, 1, is_shared=False)
         assert self._shape is not None
         starts = np.full(self._shape.seqs + 1, nodes, np.int32)
         starts[0] = 0
@@ -217,24 +225,24 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self._is_laid_out = False
 
     @torch.inference_mode()
-    def captures(self, features: tuple[int, ...], widths: Items[int], *, has_found: bool) -> Iterator[None]:
+    def captures(self, features: tuple[int, ...], sizes: Items[tuple[int, int]], *, has_found: bool) -> Iterator[None]:
         """Capture the graphs of usual sizes, one for each item; no step may be in flight meanwhile.
 
         Args:
             features: as for ``begin``.
-            widths: rows of a sequence in a step.
+            sizes: rows of a sequence in a step, on average and at most.
             has_found: whether some sequences of a step may have trees from the host.
         """
-        # Prompts of one sequence, and of a few.
-        for seqs in PROMPT_SEQS[:2]:
-            rows = prompt_bucket(1)
-            while rows <= min(MAX_USUAL_ROWS, self._runner.most_rows):
+        # Prompts of one sequence, of a few, and of many.
+        for seqs in PROMPT_SEQS:
+            rows = prompt_bucket(seqs)
+            while rows <= min(MAX_PROMPT_GRAPH_ROWS, self._runner.most_rows):
                 self._runner.forward(blank_batch(rows, min(seqs, len(self._seats))), features)
                 yield
                 rows = prompt_bucket(rows + 1)
-        for rows, seqs, width in self._usual_sizes(widths, has_found=has_found):
+        for rows, seqs, width, is_shared in self._usual_sizes(sizes, has_found=has_found):
             self._features = features
-            stage = self._stage(rows, seqs, width, 1)
+            stage = self._stage(rows, seqs, width, 1, is_shared=is_shared)
             shape = self._shape
             assert shape is not None
             self._shape, self._is_laid_out = None, False
@@ -246,19 +254,22 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             self._graphs.capture(shape, partial(self._launch_kernels, stage, shape.max_width))
             yield
 
-    def _usual_sizes(self, widths: Items[int], *, has_found: bool) -> Iterator[tuple[int, int, int]]:
-        """Yield rows, sequences and the most rows of one sequence of usual steps, as for ``captures``."""
+    def _usual_sizes(self, sizes: Items[tuple[int, int]], *, has_found: bool) -> Iterator[tuple[int, int, int, bool]]:
+        """Yield rows, sequences, the most rows of one sequence, and whether they share rows, as for ``captures``."""
         for count in _SEAT_COUNTS:
-            for width in widths:
-                if count <= len(self._seats) and count * width <= MAX_USUAL_ROWS:
-                    yield count * width, count, width
+            for mean, most in sizes:
+                is_shared = mean < most
+                if is_shared and count < SHARED_FROM:
+                    continue
+                if count <= len(self._seats) and count * mean <= MAX_USUAL_ROWS:
+                    yield count * mean, count, most, is_shared
         count, nodes = 1, self.memory.layout.nodes
         while has_found and count <= seq_bucket(len(self._seats)):
             # Any number of the sequences has a tree of any size.
             seqs = min(count, len(self._seats))
             rows = count // 2 + 2
             while rows <= min(seqs * nodes, MAX_USUAL_ROWS):
-                yield rows, seqs, nodes
+                yield rows, seqs, nodes, False
                 rows = bucket(rows) + 1
             count *= 2
 
@@ -290,6 +301,16 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         if seat.width != width:
             seat.width = width
             self._is_laid_out = False
+
+    def share_rows(self, budget: int) -> None:
+        """Give seats this many rows on average in the next steps; the best nodes of all get them. 0: every node."""
+        if budget != self._budget:
+            self._budget = budget
+            self._is_laid_out = False
+
+    def num_rows(self, seat: Seat) -> int:
+        """Return the rows of a seat in a step, on average, without a tree from the host."""
+        return min(seat.width, self._budget) if self._budget else seat.width
 
     # Launches.
 
@@ -339,6 +360,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         if stage is not None and any(seat is not None and seat.is_masked for seat in self._seats):
             assert self._shape is not None
             self._lay_out(stage, self._shape.max_width)
+            stage.starts.fetch()
             stage.tokens.fetch()
             stage.parents.fetch()
             pass_alone = stage.resident.launch if self._shape.rows > MAX_USUAL_ROWS else stage.resident.run
@@ -366,7 +388,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         launched = self._in_flight[-1]
         stage = launched.stage
         assert stage is not None
-        tokens, parents, starts = stage.tokens.values(), stage.parents.values(), stage.starts
+        tokens, parents, starts = stage.tokens.values(), stage.parents.values(), stage.starts.values()
         found = {}
         for index, seat in enumerate(launched.seats):
             if seat is None or not seat.is_masked:
@@ -386,7 +408,8 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         launched = self._in_flight[-1]
         stage, shape = launched.stage, launched.shape
         assert stage is not None and shape is not None
-        sent = self._walker.masks.send(shape.rows, [(int(stage.starts[index]), each) for index, each in masks.items()])
+        starts = stage.starts.values()
+        sent = self._walker.masks.send(shape.rows, [(int(starts[index]), each) for index, each in masks.items()])
         self._run_graph((shape, sent.key), shape, partial(self._conclude, stage, shape.max_width, sent))
         self._complete(launched)
 
@@ -491,24 +514,24 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
 
     def _prepare(self, found: Mapping[int, Draft]) -> _Stage | None:
         """Bring the device up to date with seats and block tables; return the next step's stage."""
-        longest = 0
+        longest = num_rows = 0
         grown = False
         widths = [0] * len(self._seats)
         for index, seat in enumerate(self._seats):
             if seat is None:
                 continue
-            widths[index] = seat.width
+            draft = found.get(index)
+            widths[index] = seat.width if draft is None else max(seat.width, draft.tree.num_nodes)
+            num_rows += self.num_rows(seat) if draft is None else widths[index]
             count = len(seat.sequence.block_ids)
             longest = max(longest, count)
             grown |= count > self._num_blocks[index]
         if longest == 0:
             return None
-        for index, draft in found.items():
-            widths[index] = max(widths[index], draft.tree.num_nodes)
         shape = self._shape
-        is_laid_out = self._is_laid_out and widths == self._widths
+        is_laid_out = self._is_laid_out and widths == self._widths and num_rows == self._num_rows
         if not is_laid_out or shape is None or longest > shape.blocks or self._has_moved():
-            self._widths = widths
+            self._widths, self._num_rows = widths, num_rows
             return self._lay_out_seats(longest)
         if grown:
             self._send_tables(shape)
@@ -523,13 +546,19 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         widths = self._widths[: last + 1]
         # Trees from the host have any size; with one bound for all there are few graphs.
         is_wide = any(seat is not None and seat.width < width for seat, width in zip(self._seats, widths, strict=False))
-        stage = self._stage(sum(widths), last + 1, self.memory.layout.nodes if is_wide else max(widths), longest)
+        num_rows, most = self._num_rows, self.memory.layout.nodes if is_wide else max(widths)
+        stage = self._stage(num_rows, last + 1, most, longest, is_shared=num_rows < sum(widths))
         shape = self._shape
         assert shape is not None
-        starts = np.full(shape.seqs + 1, sum(widths), np.int32)
-        starts[: last + 1] = np.cumsum([0, *widths[:-1]])
+        starts = np.full(shape.seqs + 1, num_rows, np.int32)
+        # Where rows are shared, a kernel divides them in each step.
+        starts[: last + 1] = np.minimum(np.cumsum([0, *widths[:-1]]), num_rows)
         stage.resident.batch.clear(starts)
-        stage.starts = starts
+        if stage.is_shared:
+            stage.widths.wait()
+            stage.widths.host["widths"][:] = 0
+            stage.widths.host["widths"][: last + 1] = widths
+            stage.widths.send()
         self._walker.seat([seat.sequence for index in self._joined if (seat := self._seats[index]) is not None])
         self._fill_walk(stage, starts)
         self._send_joining()
@@ -538,17 +567,18 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self._is_laid_out = True
         return stage
 
-    def _stage(self, rows: int, seqs: int, max_width: int, blocks: int) -> _Stage:
+    def _stage(self, rows: int, seqs: int, max_width: int, blocks: int, *, is_shared: bool) -> _Stage:
         resident = self._runner.resident_pass(self._features, rows, seqs, max_width, blocks)
         batch = resident.batch.shape
-        shape = _Shape(batch.rows, batch.seqs, batch.max_seq_rows, batch.blocks, self._features)
+        shape = _Shape(batch.rows, batch.seqs, batch.max_seq_rows, batch.blocks, self._features, is_shared)
         if resident.generation != self._generation:
             self._stages.clear()
             self._graphs.clear()
             self._generation = resident.generation
         stage = self._stages.get(shape)
         if stage is None:
-            stage = _Stage(resident, self._walker.new_stage(batch.rows, batch.seqs, MAX_IN_FLIGHT + 1))
+            walk = self._walker.new_stage(batch.rows, batch.seqs, MAX_IN_FLIGHT + 1)
+            stage = _Stage(resident, walk, is_shared=is_shared)
             self._stages[shape] = stage
         self._shape = shape
         return stage
@@ -642,10 +672,23 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self._conclude(stage, max_width)
 
     def _lay_out(self, stage: _Stage, max_width: int) -> None:
+        found = DraftedTrees(**self._found.device)
+        if stage.is_shared:
+            share_rows(
+                self._state,
+                self._drafted,
+                found,
+                self.memory.draft_scores,
+                stage.widths.device["widths"],
+                stage.rows.row_starts,
+                stage.walk.asked.device["row_starts"],
+                num_rows=len(stage.rows.token_ids),
+                max_width=max_width,
+            )
         lay_out_rows(
             self._state,
             self._drafted,
-            DraftedTrees(**self._found.device),
+            found,
             stage.resident.batch.arrays.block_tables,
             stage.rows,
             block_size=self._runner.block_size,

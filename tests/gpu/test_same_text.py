@@ -20,6 +20,8 @@ from tests.support import on_device
 from tests.support.deployments import KINDS, SeenHarness, Target, Targets
 from tests.support.engine_harness import Request, Result, assert_bits
 from tests.support.fitted_models import text
+from verifier_svc.drafters.request import Shape
+from verifier_svc.speculation.candidate_shapes import chain
 
 
 def plain_on_cpu(target: Target, request: Request) -> Result:
@@ -101,6 +103,46 @@ def test_a_short_text_with_lookups_in_overlapped_steps(
         assert_same(want, have, "with look-ups")
     assert harness.engine.counters.num_steps == harness.engine.counters.num_resident_steps < 18
     assert all(drafter.counters.num_accepted_tokens > 0 for drafter in harness.speculator.drafters)
+
+
+def share_rows(harness: SeenHarness, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every step have this shape, whatever the size of the batch."""
+    (drafter,) = harness.speculator.drafters
+    chosen = harness.speculator.overlap.controllers.of(drafter)
+    monkeypatch.setattr(chosen, "choose", lambda num_sequences: shape)
+
+
+def test_a_short_text_of_steps_whose_sequences_share_rows(
+    targets: Targets, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = targets["llama"]
+    params = [SamplingParams(temperature=each, seed=3, max_tokens=9) for each in (0.0, 0.7)]
+    requests = [Request(text(number, 9 + number), each) for number, each in enumerate(params)]
+    expected = [plain_on_cpu(target, request) for request in requests]
+    harness = on_device.harness(target, ("EAGLE3",), device, num_steps=0)
+    share_rows(harness, chain(3)._replace(budget=2), monkeypatch)
+    for want, have in zip(expected, harness.run(requests), strict=True):
+        assert_same(want, have, "with shared rows")
+    counters = harness.speculator.drafters[0].counters
+    assert counters.num_accepted_tokens > 0
+    assert counters.num_draft_tokens <= 2 * harness.engine.counters.num_resident_steps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE"])
+@pytest.mark.parametrize("temperature", list(TEMPERATURES))
+def test_in_strict_mode_shared_rows_change_no_bit(
+    targets: Targets, kind: str, temperature: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All fields in one batch: grammars, logprobs, and requests that end at different times."""
+    target = targets[KINDS[kind][0]]
+    made = cases(target, TEMPERATURES[temperature], kind)
+    strict = partial(on_device.harness, target, device=device, dtype="bfloat16", strict=True)
+    plain = strict((), overlap=False, graphs=False, prefix_cache=False)
+    expected = {case.field: [plain.run([request.plain()])[0] for request in case.requests] for case in made}
+    harness = strict(KINDS[kind][1], num_steps=0)
+    share_rows(harness, chain(5)._replace(budget=2), monkeypatch)
+    check(harness, made, expected, assert_bits, kind)
 
 
 @pytest.mark.gpu

@@ -79,6 +79,9 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         self._ahead: list[Running | None] = []
         self._joined_at: list[int] = []
         self._features: tuple[int, ...] = ()
+        self._budget = 0
+        # The most nodes of each seat in the step that is launched.
+        self._widths: list[int] = []
 
     @property
     def num_in_flight(self) -> int:
@@ -128,6 +131,12 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         assert seat is not None
         seat.width = width
 
+    def share_rows(self, budget: int) -> None:
+        self._budget = budget
+
+    def num_rows(self, seat: Seat) -> int:
+        return min(seat.width, self._budget) if self._budget else seat.width
+
     def prefill(self, batch: ForwardBatch) -> None:
         assert not len(batch.logit_rows)
         self.prefills.append(batch.num_rows)
@@ -147,6 +156,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
             self._order.await_draft(self.number)
         self._on_launch(self.number + 1)
         self.num_found.append(len(found))
+        self._widths = self._shared_widths(found)
         parts = [self._part(index, is_drafted, found.get(index)) for index in range(len(self.seats))]
         self.num_seated.append(sum(seat is not None for seat in self.seats))
         live = [part for part in parts if part is not None]
@@ -201,6 +211,18 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
             for result in self._unread.pop(0)
         ]
 
+    def _shared_widths(self, found: Mapping[int, Draft]) -> list[int]:
+        """Return each seat's most nodes; of shared rows, the nodes of the best scores get them."""
+        most = [0 if seat is None else seat.width for seat in self.seats]
+        seats = {index: seat for index, seat in enumerate(self.seats) if seat is not None and index not in found}
+        places = sorted(
+            (-float(self.memory.draft_scores[index, node]), index) for index in seats for node in range(1, most[index])
+        )
+        quota = sum(self.num_rows(seat) for seat in seats.values()) - len(seats)
+        for _, index in places[quota:]:
+            most[index] -= 1
+        return most
+
     def _part(self, index: int, is_drafted: bool, found: Draft | None) -> Scheduled | None:
         sequence, seat = self._ahead[index], self.seats[index]
         if sequence is None:
@@ -226,7 +248,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         assert seat is not None
         if int(memory.draft_stamp) != self.number:
             return None
-        count = max(min(int(memory.num_nodes[index]), seat.width, sequence.max_new_tokens), 1)
+        count = max(min(int(memory.num_nodes[index]), self._widths[index], sequence.max_new_tokens), 1)
         tokens, parents = memory.draft_tokens[index, :count].numpy().copy(), memory.draft_parents[index, :count]
         tokens[0] = sequence.tokens[-1]
         return DraftTree(tokens, parents.numpy().copy())

@@ -10,8 +10,10 @@ import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.speculation.controller import Controller
@@ -32,6 +34,8 @@ H200_MS = {
 }
 
 PROMPT_TOKENS = 100, 500
+# Of a draft's tokens some are sure to hold and the others are not; the draft head knows which are which.
+SURE, UNSURE = 0.98, 0.35
 # Share of steps that are disturbed, and how many times as long they take.
 DISTURBED, LONGER = 0.003, (2.0, 6.0)
 
@@ -88,7 +92,7 @@ class Machine:
         # The first level has one row of a sequence, the others one for each branch.
         rows = 1 + (shape.depth - 1) * shape.branches
         draft_s = 1e-3 * self.level_ms * (1 + shape.depth) + 1e-6 * self.row_us * batch * rows
-        return self.verify_s(batch * shape.nodes) + context_s + draft_s
+        return self.verify_s(batch * shape.rows) + context_s + draft_s
 
     def chance(self, shape: Shape, level: int, chances: Sequence[float]) -> float:
         miss = 1 - chances[min(level, len(chances) - 1)]
@@ -97,6 +101,8 @@ class Machine:
     def tokens(self, shape: Shape, chances: Sequence[float]) -> float:
         if shape == NO_DRAFT:
             return 1.0
+        if shape.budget:
+            return _shared_tokens(shape, tuple(chances))
         running = total = 1.0
         for level in range(shape.depth):
             running *= self.chance(shape, level, chances)
@@ -171,6 +177,8 @@ def _matched(machine: Machine, shape: Shape, phase: Phase, rng: np.random.Genera
     """Return how many levels held in each row."""
     if shape == NO_DRAFT:
         return [0] * phase.batch
+    if shape.budget:
+        return _shared(shape, phase.chances, phase.batch, rng).tolist()
     matched: list[int] = []
     left = phase.batch
     for level in range(shape.depth):
@@ -178,6 +186,27 @@ def _matched(machine: Machine, shape: Shape, phase: Phase, rng: np.random.Genera
         matched += [level] * (left - held)
         left = held
     return matched + [shape.depth] * left
+
+
+def _shared(shape: Shape, chances: Sequence[float], batch: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Return how many levels held in each chain of a batch that shares its rows."""
+    mean = np.array([chances[min(level, len(chances) - 1)] for level in range(shape.depth)])
+    share = np.clip((mean - UNSURE) / (SURE - UNSURE), 0.0, 1.0)
+    is_sure = rng.random((batch, shape.depth)) < share
+    chance = np.where(is_sure, np.maximum(mean, SURE), np.minimum(mean, UNSURE))
+    scores = np.cumprod(chance, axis=1)
+    quota = batch * (shape.budget - 1)
+    best = np.argsort(-scores, axis=None, kind="stable")[:quota]
+    rows = np.zeros(scores.size, np.int64)
+    rows[best] = 1
+    held = np.cumprod(rng.random(chance.shape) < chance, axis=1)
+    return np.asarray(np.minimum(held.sum(axis=1), rows.reshape(scores.shape).sum(axis=1)))
+
+
+@cache
+def _shared_tokens(shape: Shape, chances: tuple[float, ...]) -> float:
+    """Return the tokens of a chain whose batch shares its rows, to a percent."""
+    return 1.0 + float(_shared(shape, chances, 16384, np.random.default_rng(1)).mean())
 
 
 def _tell(

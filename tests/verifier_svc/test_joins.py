@@ -362,7 +362,8 @@ def test_the_controller_changes_between_plain_decode_and_shapes(
 ) -> None:
     """A drafter that rests for long gets what it has missed before it drafts again."""
     monkeypatch.setattr(controllers, "PLAIN_AFTER", plain_after)
-    shapes = [Shape(6, 3, 2), NO_DRAFT, NO_DRAFT, chain(2), NO_DRAFT, NO_DRAFT, Shape(4, 2, 2)]
+    shared = chain(3)._replace(budget=2)
+    shapes = [Shape(6, 3, 2), NO_DRAFT, NO_DRAFT, chain(2), shared, NO_DRAFT, NO_DRAFT, Shape(4, 2, 2)]
     requests = [greedy(1, 6, 150), greedy(2, 30, 110), greedy(3, 9, 60)]
     course = Course(requests, {1: 9, 2: 21}, num_steps=0, prompt_rows=8)
     choose(course.runs, lambda number: shapes[number // 6 % len(shapes)])

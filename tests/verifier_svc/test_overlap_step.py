@@ -73,9 +73,10 @@ class Steps:
         self.step.leave(index)
         del self.seated[index]
 
-    def draft(self, index: int, tokens: list[int], parents: list[int]) -> None:
-        """Draft a tree after the last step, as a drafter does."""
+    def draft(self, index: int, tokens: list[int], parents: list[int], score: float = 0.0) -> None:
+        """Draft a tree after the last step, as a drafter does. ``score``: of its nodes."""
         memory, count = self.memory, len(tokens)
+        memory.draft_scores[index] = score
         memory.num_nodes[index] = count
         memory.draft_tokens[index, :count] = torch.tensor(tokens, dtype=torch.int32)
         memory.draft_parents[index, :count] = torch.tensor(parents, dtype=torch.int32)
@@ -159,6 +160,30 @@ def test_a_tree_from_the_host_takes_the_place_of_the_drafters(folder: Path, devi
     assert steps.run(is_drafted=True)[0] == texts[0][4:6]
 
 
+def test_seats_share_the_rows_of_a_step(folder: Path, device: str) -> None:
+    """The tree that promises more gets the rows; whoever gets them, each text is that of the sequence alone."""
+    steps = Steps(folder, device)
+    prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
+    texts = [steps.text(prompt, 8) for prompt in prompts]
+    for slot, prompt in enumerate(prompts):
+        sequence = sequence_of(prompt, slot, [4 * slot + block for block in range(4)])
+        steps.prefill(sequence, len(prompt) - 1)
+        steps.join(sequence, width=3)
+    steps.step.share_rows(2)
+    done = [1, 1]
+    assert steps.run() == {0: texts[0][:1], 1: texts[1][:1]}
+    for better in (0, 1):
+        for index, text in enumerate(texts):
+            steps.draft(index, text[done[index] - 1 :][:3], [-1, 0, 1], -0.5 if index == better else -0.6)
+        got = steps.run(is_drafted=True)
+        assert {index: len(tokens) for index, tokens in got.items()} == {better: 3, 1 - better: 1}
+        for index, tokens in got.items():
+            assert tokens == texts[index][done[index] :][: len(tokens)]
+            done[index] += len(tokens)
+    # Without a draft each has a root alone, whatever rows there are.
+    assert steps.run() == {index: text[5:6] for index, text in enumerate(texts)}
+
+
 def test_the_host_learns_whose_tree_was_verified(folder: Path, device: str) -> None:
     steps = Steps(folder, device)
     text = steps.text([5, 6, 7], 3)
@@ -189,7 +214,7 @@ def test_captures_stay_within_the_largest_pass_and_write_no_kv_entries(folder: P
     """A server with small settings has fewer sizes to capture."""
     steps = Steps(folder, device, rows=40)
     cache = steps.runner.planes.fill_(1).clone()
-    assert len(list(steps.step.captures(EMBEDDING, [1, NODES], has_found=True))) >= 2
+    assert len(list(steps.step.captures(EMBEDDING, [(1, 1), (NODES, NODES)], has_found=True))) >= 2
     assert torch.equal(steps.runner.planes, cache)
     assert steps.step.num_in_flight == 0 and not any(steps.step.seats)
 

@@ -215,7 +215,9 @@ class Disturbed:
 
     def _shape(self, number: int) -> Shape:
         if self.draw.random() < 0.2:
-            self._shape_now = self.draw.choice([NO_DRAFT, NO_DRAFT, chain(1), chain(3), Shape(4, 2, 2), Shape(6, 3, 4)])
+            shared = chain(3)._replace(budget=2), Shape(6, 3, 4, 3)
+            shapes = [NO_DRAFT, NO_DRAFT, chain(1), chain(3), *shared, Shape(4, 2, 2), Shape(6, 3, 4)]
+            self._shape_now = self.draw.choice(shapes)
         return self._shape_now
 
     def _is_stuck(self, number: int, num_releases: int) -> bool:

@@ -22,11 +22,30 @@ _NO_HIDDEN = np.zeros((0, 0), np.float32)
 
 
 class Shape(NamedTuple):
-    """The most that one row's tree may have: nodes with the root, edges from the root, children of one node."""
+    """The most that one row's tree may have, and how many rows of a step verify it.
+
+    Attributes:
+        nodes: with the root.
+        depth: edges from the root.
+        branches: children of one node.
+        budget: rows that each sequence of the batch has on average; the best nodes of the whole batch get them.
+            0: every node has a row.
+    """
 
     nodes: int
     depth: int
     branches: int
+    budget: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of a step for each sequence, on average."""
+        return self.budget or self.nodes
+
+    @property
+    def name(self) -> str:
+        """Return levels, children and nodes, as flags write them, and the budget."""
+        return f"{self.depth}-{self.branches}-{self.nodes}" + (f"/{self.budget}" if self.budget else "")
 
 
 NO_DRAFT = Shape(1, 1, 1)

@@ -10,6 +10,11 @@ TREE_NODES = (8, 16, 32)
 BRANCHES = 2, 4, 8
 # Levels of a small tree at most: with more of them it would be a chain.
 SMALL_DEPTH = 5
+# Rows of a sequence, on average, where a batch shares them; how many more one sequence may have; and the smallest such
+# batch: in fewer sequences there is little to choose from, and a row costs next to nothing.
+BUDGETS = range(2, 7)
+MOST_OVER_BUDGET = 2
+SHARED_FROM = 8
 
 
 def chain(depth: int) -> Shape:
@@ -18,11 +23,15 @@ def chain(depth: int) -> Shape:
 
 
 def is_chain(shape: Shape) -> bool:
-    return shape.branches == 1 and shape.depth > 0 and shape.nodes > 1
+    """Return whether every row of a batch verifies a chain of this length."""
+    return shape.branches == 1 and shape.depth > 0 and shape.nodes > 1 and not shape.budget
 
 
 def candidate_shapes(bounds: TreeBounds) -> tuple[Shape, ...]:
-    """Return no draft, the chains, and a few trees; of fixed bounds the one shape that they allow."""
+    """Return no draft, the chains, and a few trees; of fixed bounds the one shape that they allow.
+
+    Some chains come with a budget of fewer rows than they have nodes, too.
+    """
     depth = bounds.max_depth
     if depth < 1:
         return (NO_DRAFT,)
@@ -34,7 +43,9 @@ def candidate_shapes(bounds: TreeBounds) -> tuple[Shape, ...]:
         # A tree of no more nodes than its path is a chain.
         if bounds.branches > 1 and levels + 1 < nodes <= bounds.max_nodes:
             trees.append(Shape(nodes, levels, min(_branches(nodes), bounds.branches)))
-    return NO_DRAFT, *(chain(length) for length in range(1, depth + 1)), *trees
+    lengths = {budget: budget + MOST_OVER_BUDGET - 1 for budget in BUDGETS}
+    shared = [chain(length)._replace(budget=budget) for budget, length in lengths.items() if length <= depth]
+    return NO_DRAFT, *(chain(length) for length in range(1, depth + 1)), *shared, *trees
 
 
 def usual_trees(bounds: TreeBounds) -> tuple[TreeLimits, ...]:

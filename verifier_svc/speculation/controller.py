@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
 from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
-from verifier_svc.speculation.candidate_shapes import candidate_shapes, is_chain
+from verifier_svc.speculation.candidate_shapes import SHARED_FROM, candidate_shapes, is_chain
 from verifier_svc.speculation.controller_log import LoggedTimes, Record
 from verifier_svc.speculation.path_acceptance import FIRST_CHANCE, PathAcceptance
 from verifier_svc.speculation.shape_costs import ShapeCosts
@@ -134,7 +134,10 @@ class Controller:  # large: the figures of one decision and of its probes
             self._log(("step", *shape, batch, seconds, num_prompt_tokens))
 
     def observe_walk(self, shape: Shape, num_matched: int, depth: int, num_rows: int = 1) -> None:
-        """Learn that ``num_matched`` tokens of a path were accepted in drafts of ``depth`` levels."""
+        """Learn that ``num_matched`` tokens of a path were accepted in drafts of ``depth`` levels.
+
+        Of shared rows, levels that got no row count as missed.
+        """
         if depth > 0:
             self._walks[shape][num_matched, depth] += num_rows
 
@@ -148,12 +151,12 @@ class Controller:  # large: the figures of one decision and of its probes
 
     def draft_s(self, shape: Shape, batch: int) -> float:
         """Return the seconds of a step of this shape beside the target's pass."""
-        return max(self._costs.estimate(shape, batch) - self._costs.verify(batch * shape.nodes), 0.0)
+        return max(self._costs.estimate(shape, batch) - self._costs.verify(batch * shape.rows), 0.0)
 
     def explain(self) -> Mapping[str, str | float]:
         """Return the figures behind the present choice. Tokens a second are those of the whole batch."""
         return {
-            "shape": "{1}-{2}-{0}".format(*self._shape),
+            "shape": self._shape.name,
             "reason": self.reason.value,
             "batch": self._batch,
             "tokens_per_step": self._acceptance.tokens(self._shape),
@@ -258,6 +261,9 @@ class Controller:  # large: the figures of one decision and of its probes
         """Return the seconds that a probe of this shape loses. The changes there and back cost a step each."""
         if not rates[shape]:
             return math.inf
+        if not rates[self._standing]:
+            # What stands cannot run at this batch.
+            return 0.0
         seconds, tokens = self._costs.estimate(shape, batch), self._acceptance.tokens(shape)
         lost_s = tokens * (1 / rates[shape] - 1 / rates[self._standing])
         return _probe_steps(batch) * max(lost_s, 0.0) + seconds + self._costs.estimate(self._standing, batch)
@@ -303,6 +309,8 @@ class Controller:  # large: the figures of one decision and of its probes
 
         Tokens of whatever shape bring as many, so prompts change no order. They damp what a shape gains.
         """
+        if shape.budget and batch < SHARED_FROM:
+            return 0.0
         tokens = self._acceptance.tokens(shape, at_least=at_least)
         return tokens / (self._costs.estimate(shape, batch) + tokens * batch * self._prompt_s)
 

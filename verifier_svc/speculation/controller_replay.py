@@ -55,12 +55,11 @@ def replay(records: Iterable[Record]) -> Iterator[Decision]:
                 batch, *logged = numbers
                 yield Decision(batch, Shape(*logged), controller.choose(batch), controller)
             case "step":
-                nodes, depth, branches, batch, _, num_prompt_tokens = numbers
-                shape = Shape(nodes, depth, branches)
-                controller.observe_step(shape, batch, float(values[4]), num_prompt_tokens=num_prompt_tokens)
+                *logged, batch, _, num_prompt_tokens = numbers
+                controller.observe_step(Shape(*logged), batch, float(values[-2]), num_prompt_tokens=num_prompt_tokens)
             case "walks":
-                nodes, depth, branches, num_matched, drafted, count = numbers
+                *logged, num_matched, drafted, count = numbers
                 for _ in range(count):
-                    controller.observe_walk(Shape(nodes, depth, branches), num_matched, drafted)
+                    controller.observe_walk(Shape(*logged), num_matched, drafted)
             case _:
                 raise ValueError(f"unknown record: {kind}")

@@ -46,7 +46,11 @@ class DrafterController:
     def _figures(self, shape: Shape) -> dict[str, float]:
         """Return the figures behind a choice, as gauges of the drafter: other threads read them."""
         figures = self.controller.explain()
-        sizes = {"chosen_nodes": float(shape.nodes), "chosen_levels": float(shape.depth if shape.nodes > 1 else 0)}
+        sizes = {
+            "chosen_nodes": float(shape.nodes),
+            "chosen_levels": float(shape.depth if shape.nodes > 1 else 0),
+            "chosen_rows": float(shape.rows),
+        }
         return sizes | {f"chosen_{name}": float(value) for name, value in figures.items() if not isinstance(value, str)}
 
 

@@ -56,7 +56,10 @@ class Fallbacks:
         if drafting.is_for(sequence):
             if shape == NO_DRAFT:
                 return FallbackReason.DRAFTS_DO_NOT_PAY
-            return FallbackReason.FIRST_STEP if is_first else FallbackReason.NO_DRAFT_IN_TIME
+            if is_first:
+                return FallbackReason.FIRST_STEP
+            # Of shared rows, drafts that promise more got them.
+            return FallbackReason.DRAFTS_DO_NOT_PAY if shape.budget else FallbackReason.NO_DRAFT_IN_TIME
         # Look-up drafters that found nothing rest, or a model whose drafts did not pay for long.
         is_resting_model = drafting.drafter is None and drafting.controller is not None
         return FallbackReason.DRAFTS_DO_NOT_PAY if is_resting_model else FallbackReason.NOTHING_FOUND

@@ -22,7 +22,7 @@ _NO_TOKENS = np.zeros(0, np.int32)
 _NO_HIDDEN = np.zeros((0, 0), np.float32)
 # An empty seat: no slot, no tokens, nothing asked.
 _EMPTY = np.zeros(1, ROW_DTYPE)
-_EMPTY["slots"], _EMPTY["max_nodes"], _EMPTY["max_depths"], _EMPTY["max_branches"] = -1, *NO_DRAFT
+_EMPTY["slots"], _EMPTY["max_nodes"], _EMPTY["max_depths"], _EMPTY["max_branches"] = -1, *NO_DRAFT[:3]
 
 
 @dataclass(slots=True)
@@ -353,24 +353,25 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
     # What came of it.
 
     def observe(
-        self, sequence: Sequence, num_nodes: int, num_matched: int, num_tokens: int
+        self, sequence: Sequence, num_nodes: int, num_matched: int, num_tokens: int, *, got_no_row: bool = False
     ) -> tuple[DrafterShare, ...]:
         """Count one walk of a step before its tokens are appended; return the drafter's share.
 
-        The tokens count as sent, because the next request includes them.
+        The tokens count as sent, because the next request includes them. ``got_no_row``: whether the
+        sequence's draft was there, but the batch's rows went to others.
         """
         if self.attachment is None or sequence not in self._drafted:
             return ()
         self._lengths[sequence] = length = len(sequence.tokens)
         self.attachment.sent.mark(sequence.slot, sequence.generation, length + num_tokens)
-        if num_nodes <= 1:
+        if num_nodes <= 1 and not got_no_row:
             return ()
         walks = self._walks.get((num_nodes, num_matched))
         if walks is None:
             share = DrafterShare(self.drafter_number, num_nodes - 1, tuple(range(1, num_matched + 1)))
             walks = self._walks[num_nodes, num_matched] = _Walks((share,))
         walks.num_rows += 1
-        return walks.shares
+        return walks.shares if num_nodes > 1 else ()
 
     def learn(self, shape: Shape) -> None:
         """Learn from the walks that were counted, those of one step. ``shape``: of its trees."""
@@ -379,8 +380,10 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         for (num_nodes, num_matched), walks in self._walks.items():
             (share,), num_rows = walks.shares, walks.num_rows
             depth = min(shape.depth, num_nodes - 1)
-            self.drafter.counters.add(share.num_drafted, share.accepted_depths, num_rows)
-            self.drafter.record.acceptance.observe(num_matched, depth, num_rows)
+            if depth > 0:
+                self.drafter.counters.add(share.num_drafted, share.accepted_depths, num_rows)
+                self.drafter.record.acceptance.observe(num_matched, depth, num_rows)
             if self.controller is not None:
-                self.controller.controller.observe_walk(shape, num_matched, depth, num_rows)
+                levels = shape.depth if shape.budget else depth
+                self.controller.controller.observe_walk(shape, num_matched, levels, num_rows)
         self._walks = {}

@@ -70,7 +70,7 @@ class ShapeCosts:
         if shape != self._shape:
             self._shape = shape
             return
-        verify_s = self.verify(batch * shape.nodes)
+        verify_s = self.verify(batch * shape.rows)
         if not math.isfinite(verify_s):
             return
         bucket = batch_bucket(batch)
@@ -99,7 +99,7 @@ class ShapeCosts:
 
     def estimate(self, shape: Shape, batch: int) -> float:
         """Return the seconds of a step in which ``batch`` rows verify trees of this shape, without prompts."""
-        verify_s = self.verify(batch * shape.nodes)
+        verify_s = self.verify(batch * shape.rows)
         if not math.isfinite(verify_s):
             return math.inf
         fit = self._fits.get(batch_bucket(batch))

@@ -157,7 +157,7 @@ def test_more_rows_than_can_run_are_never_asked_for() -> None:
     controller = Controller(BOUNDS, verify_s)
     for batch in (8, 300, 16, 256, 200, 64, 1):
         run = drive(H200, controller, [Phase(2.0, batch, GREAT)])
-        assert max(shape.nodes for shape in run.shapes) * batch <= most
+        assert max(shape.rows for shape in run.shapes) * batch <= most
 
 
 def test_a_step_that_the_controller_did_not_choose_teaches_too() -> None:
@@ -176,7 +176,7 @@ def test_it_explains_its_choice() -> None:
     figures = controller.explain()
     assert figures["reason"] == "drafts_pay"
     shape = controller.choose(16)
-    assert figures["shape"] == f"{shape.depth}-{shape.branches}-{shape.nodes}"
+    assert figures["shape"] == shape.name
     expected = fixed_speed(H200, shape, [Phase(1.0, 16, GOOD)])
     assert figures["tokens_per_second"] == pytest.approx(expected, rel=0.1)
     assert figures["plain_tokens_per_second"] == pytest.approx(16 / H200.verify_s(16), rel=0.1)
@@ -193,9 +193,12 @@ def test_it_explains_why_it_does_not_draft() -> None:
 
 def test_candidates() -> None:
     assert candidate_shapes(TreeBounds(1)) == (NO_DRAFT,)
-    assert candidate_shapes(TreeBounds(4)) == (NO_DRAFT, chain(1), chain(2), chain(3))
-    assert candidate_shapes(TreeBounds(8))[1 + DEFAULT_STEPS :] == (Shape(8, 5, 2),)
+    assert candidate_shapes(TreeBounds(3)) == (NO_DRAFT, chain(1), chain(2))
+    assert candidate_shapes(TreeBounds(4)) == (NO_DRAFT, chain(1), chain(2), chain(3), Shape(4, 3, 1, 2))
+    shared = tuple(Shape(budget + 2, budget + 1, 1, budget) for budget in range(2, 7))
+    assert candidate_shapes(TreeBounds(8))[1 + DEFAULT_STEPS :] == (*shared, Shape(8, 5, 2))
     assert candidate_shapes(TreeBounds(64, branches=8))[1 + DEFAULT_STEPS :] == (
+        *shared,
         Shape(8, 5, 2),
         Shape(16, DEFAULT_STEPS, 4),
         Shape(32, DEFAULT_STEPS, 8),

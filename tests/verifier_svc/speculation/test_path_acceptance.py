@@ -51,3 +51,15 @@ def test_a_few_walks_are_enough_after_a_pause() -> None:
     assert known.chances(chain(1))[0] < 0.05, "what was learned holds"
     known.observe(chain(1), {(1, 1): 12}, 12, 1)
     assert known.chances(chain(1))[0] > 0.6
+
+
+def test_a_chain_with_a_budget_is_between_equal_rows_and_its_rows_until_it_is_measured() -> None:
+    known = PathAcceptance(7)
+    shared = Shape(6, 5, 1, 4)
+    for chance in (9, 6, 3):
+        for _ in range(200):
+            known.observe(chain(1), {(1, 1): chance, (0, 1): 10 - chance}, 1, 10)
+        assert known.tokens(chain(3)) <= known.tokens(shared) <= min(known.tokens(chain(5)), 4.0)
+    for _ in range(100):
+        known.observe(shared, {(5, 5): 4, (3, 5): 4, (0, 5): 2}, 1, 10)
+    assert known.tokens(shared) == pytest.approx(4.0, abs=0.05)
