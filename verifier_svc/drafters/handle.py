@@ -92,5 +92,7 @@ class DrafterHandle:
 
     @property
     def gauges(self) -> Mapping[str, float]:
-        """The drafter's own, and those of the decision for its trees."""
-        return {} if self.is_detached else {**self.source.gauges, **self.decision}
+        """The drafter's own, those of the decision for its trees, and ``low_acceptance``."""
+        if self.is_detached:
+            return {}
+        return {**self.source.gauges, **self.decision, "low_acceptance": float(self.record.watch.is_low)}

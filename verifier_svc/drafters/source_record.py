@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from verifier_svc.drafters.acceptance_estimates import AcceptanceEstimates, AcceptanceRate
+from verifier_svc.drafters.acceptance_watch import AcceptanceWatch
 from verifier_svc.drafters.source import DraftSource
 from verifier_svc.drafters.waits import DraftTimes, WaitBudget
 
@@ -21,6 +22,7 @@ class SourceRecord:
         self.source = source
         self.estimates = AcceptanceEstimates()
         self.acceptance = AcceptanceRate()
+        self.watch = AcceptanceWatch(source)
         self.times = DraftTimes()
         self.budget = WaitBudget(timeout_s)
         self._timeout_s = timeout_s

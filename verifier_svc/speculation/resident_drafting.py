@@ -383,6 +383,7 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
             if depth > 0:
                 self.drafter.counters.add(share.num_drafted, share.accepted_depths, num_rows)
                 self.drafter.record.acceptance.observe(num_matched, depth, num_rows)
+                self.drafter.record.watch.observe(num_matched, num_rows)
             if self.controller is not None:
                 levels = shape.depth if shape.budget else depth
                 self.controller.controller.observe_walk(shape, num_matched, levels, num_rows)

@@ -219,6 +219,8 @@ class Speculator:
             drafter.counters.add(share.num_drafted, share.accepted_depths)
             if len(shares) == 1:
                 drafter.record.acceptance.observe(len(matched), depth)
+                # In a merged tree a node that several drafters proposed counts for one of them only.
+                drafter.record.watch.observe(len(share.accepted_depths))
             mine = [node for node, source in enumerate(draft.sources) if source == share.drafter]
             drafter.record.estimates.observe([draft.scores[node] for node in mine], [node in matched for node in mine])
 
