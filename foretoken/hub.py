@@ -69,6 +69,26 @@ def resolve(model: str, revision: str | None = None) -> Path:
     return _download(model, revision)
 
 
+def config_file(model: str, revision: str | None = None) -> Path | None:
+    """Return the ``config.json`` of a checkpoint without the rest of it; None if there is none.
+
+    Raises ConfigError of one line if the hub has no such model, or cannot be asked.
+    """
+    path = Path(model).expanduser()
+    if path.exists() or is_demo(model) or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
+        file = (demo_folder() / "target" if is_demo(model) else path) / "config.json"
+        return file if file.is_file() else None
+    from huggingface_hub import errors, hf_hub_download
+
+    with _plain_errors(model, revision):
+        try:
+            return Path(hf_hub_download(model, "config.json", revision=revision))
+        except errors.EntryNotFoundError as error:
+            if isinstance(error, errors.LocalEntryNotFoundError):
+                raise
+            return None
+
+
 def is_same_folder(one: str, other: str) -> bool:
     """Whether both texts name one folder."""
     paths = Path(one).expanduser(), Path(other).expanduser()

@@ -17,6 +17,7 @@ from drafter_svc.config import DrafterSettings, with_options
 from drafter_svc.drafter_spec import DrafterSpec, parse_spec, spec_text
 from foretoken import hub
 from foretoken.address import Address
+from foretoken.commands import speculators
 from foretoken.commands.given import Given
 from foretoken.config import Flag, Setting, Settings, at_fault, build, flag_of, parse_pairs, settings_of
 from foretoken.drafter_names import check_together
@@ -183,6 +184,7 @@ def gateway_of_cluster(given: Given, file: Path) -> GatewaySettings:
     gateway = gateway_of_stack(given, verifiers=[f"file:{file}"])
     stack.check_ports(gateway.host, gateway.port, gateway.grpc_port)
     verifier_settings(given, address="unix:/none", drafters=[])
+    given, _ = speculators.expand(given)
     _drafter_specs(given, given.settings(ServeOptions), [])
     return gateway.model_copy(update={"model": find_checkpoint(given)})
 
@@ -203,6 +205,8 @@ def verifier_stack(given: Given, folder: Path, address: str) -> VerifierStack:
     _check_executor(given, options)
     notices: list[str] = []
     verifier = _on_device(options, verifier, notices)
+    given, said = speculators.expand(given)
+    options, notices = given.settings(ServeOptions), notices + said
     drafters = [
         (spec, drafter_settings(given, spec, f"unix:{folder}/drafters/{spec.name}.sock"))
         for spec in _drafter_specs(given, options, notices)
@@ -294,8 +298,10 @@ def check_target(path: Path) -> tuple[str, ...]:
 
 
 def find_checkpoint(given: Given) -> Path:
-    """Return the folder of MODEL; download a hub id."""
-    return hub.resolve(given.values["model"], given.settings(GatewayOptions).revision).resolve()
+    """Return the folder of MODEL, which is a target; download a hub id."""
+    folder = hub.resolve(given.values["model"], given.settings(GatewayOptions).revision).resolve()
+    speculators.refuse_head(given.values["model"], folder)
+    return folder
 
 
 def _check_executor(given: Given, options: ServeOptions) -> None:

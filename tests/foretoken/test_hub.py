@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from foretoken.errors import ConfigError
-from foretoken.hub import default_name, resolve, resolve_file
+from foretoken.hub import config_file, default_name, resolve, resolve_file
+from tests.support.fake_hub import BRANCH_COMMIT, FakeHub, running_hub
 
 ROOT = Path(__file__).parents[2]
-COMMIT = "1" * 40
-BRANCH_COMMIT = "2" * 40
 # Wanted files and others.
 FILES = {
     "config.json": b'{"model_type": "llama"}',
@@ -42,82 +35,13 @@ WANTED = {"config.json", "model.safetensors", "tokenizer.json", "merges.txt", "c
 RESOLVE = """
 import sys
 from foretoken.errors import ConfigError
-from foretoken.hub import resolve, resolve_file
-find = resolve_file if sys.argv[1].endswith(".pt") else resolve
+from foretoken.hub import config_file, resolve, resolve_file
+find = {"file": resolve_file, "config": config_file}.get(sys.argv[1], resolve)
 try:
-    print(find(*sys.argv[1:]))
+    print(find(*sys.argv[1 if find is resolve else 2 :]))
 except ConfigError as error:
     sys.exit(f"ConfigError: {error}")
 """
-
-
-class FakeHub(ThreadingHTTPServer):
-    """The hub's HTTP interface for a snapshot download of the repository ``org/model``."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.paths: list[str] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: FakeHub
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        self.server.paths.append(path)
-        parts = path.strip("/").split("/")
-        if path.startswith("/api/models/org/gated"):
-            self.reply(403, b'{"error": "gated"}', {"X-Error-Code": "GatedRepo"})
-        elif path.startswith("/api/models/org/model/revision/"):
-            self.revision(parts[-1])
-        elif path.startswith("/api/models/org/model/tree/"):
-            entries = [
-                {"type": "file", "path": name, "size": len(data), "oid": etag(data)} for name, data in FILES.items()
-            ]
-            self.reply(200, json.dumps(entries).encode())
-        elif path.startswith("/org/model/resolve/") and "/".join(parts[4:]) in FILES:
-            data = FILES["/".join(parts[4:])]
-            commit = COMMIT if parts[3] == "main" else parts[3]
-            self.reply(200, data, {"ETag": f'"{etag(data)}"', "X-Repo-Commit": commit})
-        elif path.startswith("/org/model/resolve/"):
-            self.reply(404, b'{"error": "no file"}', {"X-Error-Code": "EntryNotFound"})
-        else:
-            self.reply(404, b'{"error": "not found"}', {"X-Error-Code": "RepoNotFound"})
-
-    def revision(self, name: str) -> None:
-        commit = {"main": COMMIT, COMMIT: COMMIT, "branch": BRANCH_COMMIT, BRANCH_COMMIT: BRANCH_COMMIT}.get(name)
-        if commit is None:
-            self.reply(404, b'{"error": "no revision"}', {"X-Error-Code": "RevisionNotFound"})
-            return
-        siblings = [{"rfilename": name} for name in FILES]
-        body = {"id": "org/model", "modelId": "org/model", "sha": commit, "private": False, "siblings": siblings}
-        self.reply(200, json.dumps(body | {"downloads": 0, "likes": 0, "tags": []}).encode())
-
-    def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        standard = {"Content-Type": "application/json", "Content-Length": str(len(body))}
-        for key, value in (standard | (headers or {})).items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-
-def etag(data: bytes) -> str:
-    return hashlib.sha1(data, usedforsecurity=False).hexdigest()
 
 
 @dataclass
@@ -131,12 +55,9 @@ class Hub:
     cache: Path
 
     def resolve(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        inherited = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
         return subprocess.run(
             [sys.executable, "-c", RESOLVE, *arguments],
-            env=inherited
-            | {"PYTHONPATH": str(ROOT), "HF_ENDPOINT": self.server.url, "HF_HOME": str(self.cache)}
-            | environment,
+            env=self.server.environment(self.cache) | {"PYTHONPATH": str(ROOT)} | environment,
             capture_output=True,
             text=True,
         )
@@ -144,13 +65,8 @@ class Hub:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    server = FakeHub()
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield Hub(server, tmp_path / "cache")
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with running_hub({"org/model": FILES, "org/bare": {"README.md": b"# bare"}}) as server:
+        yield Hub(server, tmp_path / "cache")
 
 
 def test_a_download_takes_weights_configs_and_tokenizer_only(hub: Hub) -> None:
@@ -252,13 +168,26 @@ def test_the_demo_model_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_one_file_of_the_hub_is_downloaded_alone(hub: Hub, tmp_path: Path) -> None:
-    found = hub.resolve("org/model/freq_8.pt")
+    found = hub.resolve("file", "org/model/freq_8.pt")
     assert Path(found.stdout.strip()).read_bytes() == FILES["freq_8.pt"], found.stderr
     assert {path for path in hub.server.paths if "/resolve/" in path} == {"/org/model/resolve/main/freq_8.pt"}
-    missing = hub.resolve("org/model/freq_9.pt")
+    missing = hub.resolve("file", "org/model/freq_9.pt")
     assert missing.stderr == "ConfigError: there is no file freq_9.pt here or in org/model on the hub\n"
     # A file here wins; a path that is no id is left to its reader.
     local = tmp_path / "map.pt"
     local.touch()
     for name in (str(local), "./none/map.pt", "none.pt", "a/b/c/none.pt"):
         assert resolve_file(name) == Path(name)
+
+
+def test_a_config_comes_without_the_rest(hub: Hub, tmp_path: Path) -> None:
+    found = hub.resolve("config", "org/model", "branch")
+    assert Path(found.stdout.strip()).read_bytes() == FILES["config.json"], found.stderr
+    assert {path for path in hub.server.paths if "/resolve/" in path} == {"/org/model/resolve/branch/config.json"}
+    assert hub.resolve("config", "org/bare").stdout == "None\n"
+    assert "no folder and no public hub id: org/none" in hub.resolve("config", "org/none").stderr
+    offline = hub.resolve("config", "org/bare", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "empty"))
+    assert "org/bare is neither a folder nor a cached model" in offline.stderr
+    assert config_file("demo") == resolve("demo") / "config.json"
+    for name in (str(tmp_path), str(tmp_path / "none"), "a/b/c"):
+        assert config_file(name) is None
