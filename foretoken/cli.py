@@ -196,6 +196,26 @@ def drafter(given: Given) -> None:
     server.run(settings)
 
 
+@app.command(cls=ServeCommand)
+def doctor(given: Given) -> None:
+    """Check this machine, and MODEL and its drafters if given. Say what to do; exit with 1 on a fault.
+
+    It takes the flags of serve, and starts and downloads nothing.
+    """
+    import json
+
+    from foretoken.commands.diagnosis import diagnose
+    from foretoken.commands.service_settings import DoctorOptions
+    from foretoken.doctor import finding
+
+    findings = diagnose(given)
+    if given.settings(DoctorOptions).as_json:
+        print(json.dumps(finding.as_json(findings), indent=2))
+    else:
+        print(*finding.lines(findings), sep="\n")
+    sys.exit(1 if finding.count(findings, "fault") else 0)
+
+
 for command in (
     *offline.COMMANDS,
     *client_commands.COMMANDS,

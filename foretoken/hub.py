@@ -74,9 +74,8 @@ def config_file(model: str, revision: str | None = None) -> Path | None:
 
     Raises ConfigError of one line if the hub has no such model, or cannot be asked.
     """
-    path = Path(model).expanduser()
-    if path.exists() or is_demo(model) or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
-        file = (demo_folder() / "target" if is_demo(model) else path) / "config.json"
+    if not _is_hub_id(model):
+        file = (demo_folder() / "target" if is_demo(model) else Path(model).expanduser()) / "config.json"
         return file if file.is_file() else None
     from huggingface_hub import errors, hf_hub_download
 
@@ -87,6 +86,30 @@ def config_file(model: str, revision: str | None = None) -> Path | None:
             if isinstance(error, errors.LocalEntryNotFoundError):
                 raise
             return None
+
+
+def cached(model: str, revision: str | None = None) -> Path | None:
+    """Return the folder of a checkpoint without a download; None: a hub id whose weights are not here.
+
+    Raises ConfigError as ``resolve``.
+    """
+    if not _is_hub_id(model):
+        return resolve(model, revision)
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        folder = Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except errors.LocalEntryNotFoundError:
+        return None
+    # Its config.json alone may be here.
+    return folder if any(folder.glob("*.safetensors")) else None
+
+
+def cache_folder() -> Path:
+    """Return where hub ids are downloaded to."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
 
 
 def is_same_folder(one: str, other: str) -> bool:
@@ -109,6 +132,12 @@ def resolve_file(name: str) -> Path:
 
     with _plain_errors(model, None, file):
         return Path(hf_hub_download(model, file))
+
+
+def _is_hub_id(model: str) -> bool:
+    """Whether MODEL can only be an id: there is no such file, and no path is written so."""
+    is_path = Path(model).expanduser().exists() or model.startswith((".", "/", "~"))
+    return not is_path and not is_demo(model) and _HUB_ID.fullmatch(model) is not None
 
 
 def _download(model: str, revision: str | None) -> Path:

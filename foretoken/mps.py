@@ -121,7 +121,7 @@ def _daemon(folder: Path) -> Iterator[GpuClients]:
         raise _MpsError(f"there is no {CONTROL}")
     before_kill = ("/bin/sh", "-c", _TERMINATE_CLIENT, control)
     named = os.environ.get(PIPES)
-    if named and _answers(control, os.environ):
+    if named and answers(control, os.environ):
         yield GpuClients({PIPES: named}, before_kill, share_faults=True)
         return
     pipes, logs = folder / "mps", folder / "mps-log"
@@ -188,7 +188,8 @@ def _start(control: str, environment: Mapping[str, str], logs: Path) -> None:
         time.sleep(_POLL_S)
 
 
-def _answers(control: str, environment: Mapping[str, str]) -> bool:
+def answers(control: str, environment: Mapping[str, str]) -> bool:
+    """Whether the daemon that ``environment`` names answers. ``control``: the control program."""
     try:
         _ask(control, environment, "get_server_list")
     except _MpsError:

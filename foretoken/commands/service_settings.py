@@ -98,6 +98,15 @@ class ServeOptions(GatewayOptions):
     )
 
 
+class DoctorOptions(ServeOptions):
+    """Additional options of ``foretoken doctor``, which takes those of ``serve`` too."""
+
+    model: Annotated[Path | None, Flag("MODEL")] = Field(
+        default=None, description="Folder or hub id of the checkpoint; without one only the machine is checked."
+    )
+    as_json: Annotated[bool, Flag("--json")] = Field(default=False, description="Print a JSON object.")
+
+
 # The settings classes of each command; of two fields with one name the later counts.
 COMMANDS: dict[str, tuple[type[Settings], ...]] = {
     "serve": (GatewaySettings, DrafterSettings, VerifierSettings, ServeOptions),
@@ -116,6 +125,8 @@ _OF_RAY = {
     *("num_verifiers", "ray_address", "insecure_links", "drain_timeout_s"),
     *("discovery_interval_s", "routing_load_bound"),
 }
+# Options of ``serve`` that say nothing about the machine.
+_NOT_OF_DOCTOR = _OF_RAY | {"executor", "dry_run", "verifier_address"}
 # Settings that concern the command and not its verifiers.
 _OF_COMMAND = {"executor", "num_verifiers", "ray_address"}
 
@@ -144,8 +155,11 @@ class StackSettings(VerifierStack):
 
 def settings_of_command(command: str) -> Iterable[Setting]:
     """Return all settings that a command takes."""
-    found = {setting.path: setting for kind in COMMANDS[command] for setting in settings_of(kind)}
-    left_out = _NOT_OF_SERVE if command == "serve" else set()
+    kinds: tuple[type[Settings], ...] = (
+        (*COMMANDS["serve"], DoctorOptions) if command == "doctor" else COMMANDS[command]
+    )
+    found = {setting.path: setting for kind in kinds for setting in settings_of(kind)}
+    left_out = {"serve": _NOT_OF_SERVE, "doctor": _NOT_OF_SERVE | _NOT_OF_DOCTOR}.get(command, set())
     return [setting for path, setting in found.items() if path[0] not in left_out]
 
 
@@ -184,8 +198,9 @@ def gateway_of_cluster(given: Given, file: Path) -> GatewaySettings:
     gateway = gateway_of_stack(given, verifiers=[f"file:{file}"])
     stack.check_ports(gateway.host, gateway.port, gateway.grpc_port)
     verifier_settings(given, address="unix:/none", drafters=[])
+    _check_drafter_flags(given, given.settings(ServeOptions))
     given, _ = speculators.expand(given)
-    _drafter_specs(given, given.settings(ServeOptions), [])
+    drafter_specs(given, given.settings(ServeOptions), [])
     return gateway.model_copy(update={"model": find_checkpoint(given)})
 
 
@@ -205,11 +220,12 @@ def verifier_stack(given: Given, folder: Path, address: str) -> VerifierStack:
     _check_executor(given, options)
     notices: list[str] = []
     verifier = _on_device(options, verifier, notices)
+    _check_drafter_flags(given, options)
     given, said = speculators.expand(given)
     options, notices = given.settings(ServeOptions), notices + said
     drafters = [
         (spec, drafter_settings(given, spec, f"unix:{folder}/drafters/{spec.name}.sock"))
-        for spec in _drafter_specs(given, options, notices)
+        for spec in drafter_specs(given, options, notices)
     ]
     model = find_checkpoint(given)
     endpoints = tuple(
@@ -316,8 +332,16 @@ def _served_names(given: Given) -> dict[str, Any]:
     return {"served_model_names": given.values.get("served_model_names") or (hub.default_name(given.values["model"]),)}
 
 
-def _drafter_specs(given: Given, options: ServeOptions, notices: list[str]) -> list[DrafterSpec]:
-    """Return a stack's drafters, from --drafter or --speculative-algorithm.
+def _check_drafter_flags(given: Given, options: ServeOptions) -> None:
+    """Raise ConfigError for what is wrong with drafters' flags whatever MODEL is, before a hub is asked."""
+    for text in options.drafters:
+        parse_spec(text)
+    own = {row.field for row in ALGORITHMS.values()} & given.values.keys()
+    build(DrafterSettings, {"address": "unix:/none"} | {field: given.values[field] for field in own})
+
+
+def drafter_specs(given: Given, options: ServeOptions, notices: list[str]) -> list[DrafterSpec]:
+    """Return a stack's drafters, from --drafter or --speculative-algorithm; add what to say to ``notices``.
 
     The demo model brings its own drafters if no flag names one.
     """

@@ -149,7 +149,8 @@ def _parameter(name: str, setting: Setting) -> click.Parameter:
         kind_of_value = _NumberOrWord(shown.zero)
     text = setting.field.description
     if setting.is_argument:
-        return click.Argument([name], metavar=setting.flag, required=setting.is_required, help=text)
+        metavar = setting.flag if setting.is_required else f"[{setting.flag}]"
+        return click.Argument([name], metavar=metavar, required=setting.is_required, help=text)
     has_default = setting.default is not None and setting.default is not False and not setting.is_repeated
     # None would be a value for click: such an option could not be missing.
     default = {} if setting.default is None else {"default": setting.default}

@@ -48,7 +48,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         *("--log-level", "--otlp-traces-endpoint", "--vllm-metric-names", "--speculative-metrics"),
         *("--kv-events", "--kv-events-replay", "--kv-events-topic"),
     ),
-    OTHER: ("--config", "--dry-run", "--help"),
+    OTHER: ("--config", "--dry-run", "--json", "--help"),
 }
 _PLACES = {flag: (subject, place) for subject, flags in SUBJECTS.items() for place, flag in enumerate(flags)}
 

@@ -1,0 +1,121 @@
+"""Collect the facts of this machine and of a command line, and run all checks of ``foretoken doctor`` on them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from drafter_svc.drafter_spec import DrafterSpec
+from foretoken import hub
+from foretoken.commands import service_settings, speculators
+from foretoken.commands.given import Given
+from foretoken.commands.service_settings import DoctorOptions
+from foretoken.doctor import gpu, model_files, multi_process, packages, space, torch_build
+from foretoken.doctor.finding import Finding, fault, ok, tried, warning
+from foretoken.doctor.ports import check_ports
+from foretoken.doctor.python import check_python
+from foretoken.doctor.sockets import check_sockets
+from foretoken.errors import ForetokenError
+from foretoken.mps import DRIVER
+from gateway.config import GatewaySettings
+from verifier_svc.config import VerifierSettings
+
+# Stand for what the machine's checks do not look at.
+_NO_MODEL = {"model": "none", "served_model_names": ("none",)}
+
+
+def diagnose(given: Given) -> list[Finding]:
+    """Run all checks; those of a model's files only if MODEL is given.
+
+    Raises ConfigError for a flag's value that no machine takes.
+    """
+    options = given.settings(DoctorOptions)
+    specs: list[DrafterSpec] = []
+    of_model: list[Finding] = []
+    if options.model is not None:
+        try:
+            specs, of_model = _check_model(given)
+        except ForetokenError as error:
+            of_model = [fault("model", " ".join(error.message.split()))]
+    return [*_check_machine(given, options, [spec.name for spec in specs]), *of_model]
+
+
+def _check_machine(given: Given, options: DoctorOptions, drafters: list[str]) -> list[Finding]:
+    gateway = given.settings(GatewaySettings, verifiers=("unix:/none",), **_NO_MODEL)
+    verifier = given.settings(VerifierSettings, address="unix:/none", drafters=(), **_NO_MODEL)
+    has_driver, required = DRIVER.exists(), packages.requirements()
+    runs_on_gpu = has_driver and verifier.device != "cpu"
+    driver = torch_build.read_driver() if has_driver else ""
+    return [
+        check_python(sys.version_info[:3], sys.executable),
+        packages.check_packages(required, packages.installed_versions(required)),
+        torch_build.check_torch(torch_build.read_build(), driver, verifier.device),
+        *(gpu.check_gpus(gpu.run_command, verifier.mem_fraction_static) if runs_on_gpu else ()),
+        *((multi_process.check_mps(options.mps, multi_process.read_mps(os.environ)),) if runs_on_gpu else ()),
+        *((space.check_shm(space.read_space(space.SHM)),) if runs_on_gpu else ()),
+        check_sockets(Path(tempfile.gettempdir()), drafters),
+        *check_ports(gateway.host, gateway.port, gateway.grpc_port),
+        space.check_disk("temporary files", space.read_space(Path(tempfile.gettempdir()))),
+        space.check_disk("hub cache", space.read_space(hub.cache_folder())),
+    ]
+
+
+def _check_model(given: Given) -> tuple[list[DrafterSpec], list[Finding]]:
+    """Return the drafters of a command line, and the findings about target and drafters."""
+    findings = [tried("command line", partial(_build_settings, given), "its flags can be used together")]
+    given, said = speculators.expand(given)
+    options = given.settings(DoctorOptions)
+    specs = service_settings.drafter_specs(given, options, said)
+    findings += [ok("command line", line) for line in said]
+    target = hub.cached(given.values["model"], options.revision)
+    if target is None:
+        return specs, [*findings, _not_downloaded("model", given.values["model"])]
+    findings.append(model_files.check_model_files("model", target, model_files.OF_TARGET))
+    if findings[-1].level == "fault":
+        return specs, findings
+    findings.append(_check_target(target))
+    for spec in specs:
+        findings += _check_drafter(given, spec, target)
+    return specs, findings
+
+
+def _build_settings(given: Given) -> None:
+    """Build the settings of gateway and verifier, which also reads the files of keys and certificates."""
+    service_settings.gateway_of_stack(given, verifiers=["unix:/none"])
+    service_settings.verifier_settings(given, address="unix:/none", drafters=[])
+
+
+def _check_target(folder: Path) -> Finding:
+    try:
+        unread = service_settings.check_target(folder)
+    except ForetokenError as error:
+        return fault("target", " ".join(error.message.split()))
+    if unread:
+        return warning("target", "; ".join(unread), "compare with the model's card: foretoken does not use them")
+    return ok("target", "config and tensors are supported")
+
+
+def _check_drafter(given: Given, spec: DrafterSpec, target: Path) -> list[Finding]:
+    """Check a drafter's files, and that they fit the target: algorithm, sizes, vocabulary and tokenizer."""
+    name, findings = f"drafter {spec.name}", []
+    if spec.model is not None:
+        folder = hub.cached(spec.model)
+        if folder is None:
+            return [_not_downloaded(name, spec.model)]
+        findings.append(model_files.check_model_files(f"{name} files", folder, model_files.OF_HEAD))
+        if findings[-1].level == "fault":
+            return findings
+
+    def check() -> None:
+        settings = service_settings.drafter_settings(given, spec, "unix:/none")
+        service_settings.check_drafters(given, [settings], target)
+
+    findings.append(tried(name, check, f"{spec.algorithm} fits the target"))
+    return findings
+
+
+def _not_downloaded(check: str, model: str) -> Finding:
+    return warning(check, f"{model} has not been downloaded", "foretoken serve downloads it; its files are not checked")
