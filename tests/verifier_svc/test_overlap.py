@@ -125,7 +125,9 @@ def test_trees(targets: Targets, device: str) -> None:
         stats = result.finished.speculation
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
         assert sum(1 for source in result.sources if source == 1) == stats.num_accepted_tokens
-    assert harness.speculator.drafters[0].counters.num_accepted_tokens > 0
+    drafter = harness.speculator.drafters[0]
+    assert drafter.counters.num_accepted_tokens > 0
+    assert drafter.record.watch.num_drafts == drafter.counters.num_drafts > 0
 
 
 @pytest.mark.slow

@@ -42,27 +42,28 @@ class Watched(Protocol):
 class AcceptanceWatch:
     """Log one line when the share of hits of a drafter becomes low, and one when it recovers.
 
-    Used by the engine thread; any thread may read ``is_low``.
+    Used by the engine thread; any thread may read its public attributes.
     """
 
     def __init__(self, drafter: Watched) -> None:
         self._drafter = drafter
         self.is_low = False
-        self._num_drafts = self._num_hits = 0
+        # In the window so far.
+        self.num_drafts = self._num_hits = 0
         # Mean share of hits in windows that were not low, and how many it stands for.
         self._usual_share, self._num_usual = 0.0, 0
 
     def observe(self, num_accepted: int, num_drafts: int = 1) -> None:
         """Count verified drafts, each with ``num_accepted`` accepted tokens."""
-        self._num_drafts += num_drafts
+        self.num_drafts += num_drafts
         if num_accepted:
             self._num_hits += num_drafts
-        if self._num_drafts >= WINDOW_DRAFTS:
+        if self.num_drafts >= WINDOW_DRAFTS:
             self._end_window()
 
     def _end_window(self) -> None:
-        num_drafts, num_hits = self._num_drafts, self._num_hits
-        self._num_drafts = self._num_hits = 0
+        num_drafts, num_hits = self.num_drafts, self._num_hits
+        self.num_drafts = self._num_hits = 0
         share = num_hits / num_drafts
         usual = self._usual_share if self._num_usual >= NUM_USUAL_WINDOWS else 0.0
         if self.is_low:
