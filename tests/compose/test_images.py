@@ -40,6 +40,9 @@ def test_docker_and_compose_have_the_same_defaults() -> None:
     )
     assert set(defaults) == {"BASE_IMAGE", "TORCH_INDEX"}
     for service in SERVICES.values():
+        # Prometheus and Grafana are not built here.
+        if "profiles" in service:
+            continue
         arguments = service["build"]["args"]
         for name, value in defaults.items():
             assert arguments[name].lstrip("${").rstrip("}").replace(":-", "-").split("-", 1) == [name, value]
@@ -51,9 +54,24 @@ def test_every_service_is_locked_down(name: str) -> None:
     assert service["read_only"] and service["init"] and service["cap_drop"] == ["ALL"]
     assert "no-new-privileges:true" in service["security_opt"]
     assert service["mem_limit"] and service["pids_limit"]
-    assert ("ports" in service) == (name == "gateway") == (service.get("network_mode") != "none")
+    is_watching = service.get("profiles") == ["observability"]
+    assert ("ports" in service) == (name == "gateway" or is_watching) == (service.get("network_mode") != "none")
     assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
 
 
 def test_nothing_waits_for_a_drafter() -> None:
     assert all("drafter" not in service.get("depends_on", ()) for service in SERVICES.values())
+
+
+def test_prometheus_and_grafana_start_only_with_the_profile() -> None:
+    watching = {name for name, service in SERVICES.items() if service.get("profiles")}
+    assert watching == {"prometheus", "grafana"}
+    folder = ROOT / "docker"
+    mounted = [volume.split(":")[0] for name in watching for volume in SERVICES[name]["volumes"]]
+    assert all((folder / path).exists() for path in mounted if path.startswith("./"))
+    source = yaml.safe_load((folder / "observability/grafana/provisioning/datasources/prometheus.yaml").read_text())
+    assert source["datasources"][0]["url"] == "http://prometheus:9090"
+    config = yaml.safe_load((folder / "observability/prometheus.yaml").read_text())
+    (target,) = config["scrape_configs"][0]["static_configs"][0]["targets"]
+    # The gateway answers requests for this name only.
+    assert target.split(":")[0] in "".join(SERVICES["gateway"]["command"])
