@@ -20,7 +20,10 @@ PACKAGES = ("foretoken", "gateway", "verifier_svc", "drafter_svc", "protos", "fo
 # Extras, which are not installed: only modules that run on a GPU, in Ray, or publish KV events may want them.
 EXTRAS = {"triton", "cuda", "flashinfer", "ray", "zmq", "msgspec"}
 COMMANDS = {
-    "": ("serve", "gateway", "verifier", "drafter", "train", "convert", "probe", "complete", "corpus", "drafters"),
+    "": (
+        *("serve", "gateway", "verifier", "drafter", "doctor", "train", "convert", "probe", "complete"),
+        *("corpus", "drafters"),
+    ),
     "corpus": ("add", "list", "remove"),
     "drafters": ("list", "attach", "detach"),
 }
