@@ -56,6 +56,7 @@ def _check_machine(given: Given, options: DoctorOptions, drafters: list[str]) ->
         *(gpu.check_gpus(gpu.run_command, verifier.mem_fraction_static) if runs_on_gpu else ()),
         *((multi_process.check_mps(options.mps, multi_process.read_mps(os.environ)),) if runs_on_gpu else ()),
         *((space.check_shm(space.read_space(space.SHM)),) if runs_on_gpu else ()),
+        tried("device flags", partial(service_settings.on_device, options, verifier, []), "go with this machine"),
         check_sockets(Path(tempfile.gettempdir()), drafters),
         *check_ports(gateway.host, gateway.port, gateway.grpc_port),
         space.check_disk("temporary files", space.read_space(Path(tempfile.gettempdir()))),

@@ -219,7 +219,7 @@ def verifier_stack(given: Given, folder: Path, address: str) -> VerifierStack:
     verifier = verifier_settings(given, address=address, drafters=[])
     _check_executor(given, options)
     notices: list[str] = []
-    verifier = _on_device(options, verifier, notices)
+    verifier = on_device(options, verifier, notices)
     _check_drafter_flags(given, options)
     given, said = speculators.expand(given)
     options, notices = given.settings(ServeOptions), notices + said
@@ -420,7 +420,7 @@ def _check_options_given(given: Given, specs: Iterable[DrafterSpec], needed: str
             raise ConfigError(f"{flag} has an effect only with {needed}{row.name}")
 
 
-def _on_device(options: ServeOptions, settings: VerifierSettings, notices: list[str]) -> VerifierSettings:
+def on_device(options: ServeOptions, settings: VerifierSettings, notices: list[str]) -> VerifierSettings:
     """Return the settings for this machine. Needs no library.
 
     Raises ConfigError for what it cannot run.

@@ -48,6 +48,11 @@ def test_without_a_model_only_the_machine_is_checked() -> None:
     assert not {"model", "target", "command line"} & found.keys()
 
 
+def test_flags_that_this_machine_cannot_take() -> None:
+    found = findings("--mps", "on", "--device", "cpu")["device flags"]
+    assert (found["level"], found["found"]) == ("fault", "--mps on: models do not run on an NVIDIA GPU here")
+
+
 def test_a_fault_of_the_target(target: Path) -> None:
     config = target / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"logits_scaling": 8.0}))
