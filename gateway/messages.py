@@ -131,6 +131,8 @@ class DrafterInfo:
     # Draft requests that a step waited for, and microseconds of these waits.
     num_awaited: int = 0
     wait_us: int = 0
+    # Whether hardly any of its last drafts had an accepted token, or half as many as usual.
+    has_low_acceptance: bool = False
     # Figures that the drafter reports.
     gauges: Mapping[str, float] = field(default_factory=dict)
 

@@ -99,6 +99,8 @@ class VerifierMetrics:
             counter(name, text, self._per_drafter(attrgetter(field)), vllm=vllm)
         text = "Drafted tokens that were accepted, by depth from 0."
         counter("spec_decode_num_accepted_tokens_per_pos", text, self._per_position, vllm=True)
+        text = "1 while hardly any of the drafter's last drafts had an accepted token, or half as many as usual."
+        gauge("drafter_low_acceptance", text, self._per_drafter(attrgetter("has_low_acceptance")))
         gauge("drafter_info", "1 for each configured drafter, with its transport and state.", self._drafter_info)
 
     def _declare_gauges_of_drafters(self) -> None:

@@ -192,7 +192,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DrafterState(_message.Message):
-    __slots__ = ("name", "algorithm", "transport", "state", "num_attaches", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rejected_drafts", "accepted_per_position", "num_awaited", "wait_us", "gauges", "address", "reason")
+    __slots__ = ("name", "algorithm", "transport", "state", "num_attaches", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rejected_drafts", "accepted_per_position", "num_awaited", "wait_us", "gauges", "address", "reason", "has_low_acceptance")
     class GaugesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +215,7 @@ class DrafterState(_message.Message):
     GAUGES_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    HAS_LOW_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     name: str
     algorithm: str
     transport: str
@@ -230,7 +231,8 @@ class DrafterState(_message.Message):
     gauges: _containers.ScalarMap[str, float]
     address: str
     reason: str
-    def __init__(self, name: _Optional[str] = ..., algorithm: _Optional[str] = ..., transport: _Optional[str] = ..., state: _Optional[str] = ..., num_attaches: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_rejected_drafts: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., num_awaited: _Optional[int] = ..., wait_us: _Optional[int] = ..., gauges: _Optional[_Mapping[str, float]] = ..., address: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    has_low_acceptance: bool
+    def __init__(self, name: _Optional[str] = ..., algorithm: _Optional[str] = ..., transport: _Optional[str] = ..., state: _Optional[str] = ..., num_attaches: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_rejected_drafts: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., num_awaited: _Optional[int] = ..., wait_us: _Optional[int] = ..., gauges: _Optional[_Mapping[str, float]] = ..., address: _Optional[str] = ..., reason: _Optional[str] = ..., has_low_acceptance: bool = ...) -> None: ...
 
 class GetInfoResponse(_message.Message):
     __slots__ = ("version", "epoch", "model_name", "model_fingerprint", "dtype", "mode", "vocab_size", "max_model_len", "eos_token_ids", "block_size", "num_blocks", "num_free_blocks", "num_running", "num_waiting", "max_queue", "drafters", "num_steps", "num_preemptions", "num_prefix_cache_queries", "num_prefix_cache_hits", "num_generated_tokens", "num_prompt_tokens", "num_plain_batch_steps", "num_fallback_steps", "step_time_us", "speculative_max_batch_size", "device", "num_resident_steps", "overlap_blocked_steps", "fallback_reasons")

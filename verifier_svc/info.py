@@ -91,4 +91,5 @@ def drafter_state(drafter: DrafterHandle) -> verifier_pb2.DrafterState:
         num_awaited=counters.num_awaited,
         wait_us=int(counters.wait_seconds * 1e6),
         gauges=drafter.gauges,
+        has_low_acceptance=drafter.record.watch.is_low,
     )

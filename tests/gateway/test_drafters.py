@@ -233,6 +233,8 @@ async def test_gauges_of_drafters_are_metrics(operated: Operated, monkeypatch: p
     first, second = operated.addresses
     assert await samples("drafter_ngram_nodes") == {first: 41.0}
     assert await samples("drafter_info") == {first: 1.0, second: 1.0}, "not the gauge of that name"
+    ngram.has_low_acceptance = True
+    assert await samples("drafter_low_acceptance") == {first: 1.0, second: 0.0}
     operated.verifiers[1].info.drafters[0].gauges.update({"ngram_nodes": 2.0})
     ngram.gauges.update({"ngram_nodes": 40.0})
     assert await samples("drafter_ngram_nodes") == {first: 40.0, second: 2.0}

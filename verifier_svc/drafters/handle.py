@@ -92,7 +92,5 @@ class DrafterHandle:
 
     @property
     def gauges(self) -> Mapping[str, float]:
-        """The drafter's own, those of the decision for its trees, and ``low_acceptance``."""
-        if self.is_detached:
-            return {}
-        return {**self.source.gauges, **self.decision, "low_acceptance": float(self.record.watch.is_low)}
+        """The drafter's own, and those of the decision for its trees."""
+        return {} if self.is_detached else {**self.source.gauges, **self.decision}

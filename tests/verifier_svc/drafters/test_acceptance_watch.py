@@ -14,6 +14,7 @@ from tests.support.draft_requests import draft_batch
 from tests.support.engine_harness import Harness, Request
 from tests.support.hash_target import HashTarget
 from verifier_svc.drafters.acceptance_watch import MIN_SHARE, NUM_USUAL_WINDOWS, WINDOW_DRAFTS, AcceptanceWatch
+from verifier_svc.info import drafter_state
 
 HEAD = DrafterNeeds(features=(-1,), num_rerun=1, blocks=True)
 MODEL = DrafterNeeds(blocks=True)
@@ -125,19 +126,17 @@ class Constant:
         return draft_batch(request.epoch, request.step_id, *columns)
 
 
-def test_an_engine_counts_drafts_and_shows_a_gauge(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_counts_drafts_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     harness = Harness(
         HashTarget(50, 100, 4), vocab_size=50, num_blocks=100, block_size=4, drafters={"constant": Constant()}
     )
     (drafter,) = harness.engine.speculator.drafters
-    assert drafter.gauges["low_acceptance"] == 0.0
+    assert not drafter_state(drafter).has_low_acceptance
     # Token 0 is never sampled; a client's choice of the drafter keeps its gate probing.
     never = SamplingParams(temperature=0.0, max_tokens=60, logit_bias={0: -100.0})
     while drafter.counters.num_drafts < WINDOW_DRAFTS:
         assert not drafter.record.watch.is_low
         harness.run([Request([1, 2, 3], never)] * 8)
     assert drafter.counters.num_accepted_tokens == 0
-    assert drafter.gauges["low_acceptance"] == 1.0
+    assert drafter_state(drafter).has_low_acceptance
     assert [record.levelname for record in caplog.records if "hardly works" in record.message] == ["WARNING"]
-    drafter.detach()
-    assert drafter.gauges == {}
