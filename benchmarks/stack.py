@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import psutil
 
-from benchmarks.client import Address, StreamError, get
+from foretoken.bench.client import Address, StreamError, get
 
 READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0

@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from foretoken.errors import ForetokenError
+
 RECEIVE_BYTES = 65536
 
 
-class StreamError(Exception):
+class StreamError(ForetokenError):
     """The server refused a request, broke a stream, or sent something other than completions."""
 
 

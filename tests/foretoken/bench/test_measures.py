@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.load import Answer
-from benchmarks.load_figures import figures_of, is_good, percentile
+from foretoken.bench.load import Answer
+from foretoken.bench.measures import figures_of, is_good, percentile
 
 
 def answer(

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.client import Address, StreamError, get
-from benchmarks.stack import StackError
+from foretoken.bench.client import Address, StreamError, get
 
 # Labels that split a counter. Sums are taken over all others.
 KEPT_LABELS = ("phase", "reason", "drafter", "position")
@@ -19,14 +18,14 @@ def counters(address: Address) -> Counters:
     """Return all counters of ``address``, foretoken's or vLLM's, by name and kept labels.
 
     Raises:
-        StackError: the server did not answer.
+        StreamError: the server did not answer.
     """
     try:
         status, body = get(address, "/metrics", 30.0)
     except (OSError, StreamError) as error:
-        raise StackError(f"http://{address.host}:{address.port}/metrics: {error}") from error
+        raise StreamError(f"http://{address.host}:{address.port}/metrics: {error}") from error
     if status != 200:
-        raise StackError(f"/metrics: status {status}: {body[:200]!r}")
+        raise StreamError(f"/metrics: status {status}: {body[:200]!r}")
     return parse(body.decode())
 
 

@@ -1,7 +1,7 @@
 """Drive a server over HTTP with many streams, from client processes of their own.
 
 A stream is one user: it sends its next request when the last one has ended. A client process only
-records bytes and arrival times while streams run (benchmarks/client.py), and parses them at the
+records bytes and arrival times while streams run (foretoken/bench/client.py), and parses them at the
 end.
 """
 
@@ -19,7 +19,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.client import RECEIVE_BYTES, Address, Completion, Recording, StreamError, read_completion, request_bytes
+from foretoken.bench.client import (
+    RECEIVE_BYTES,
+    Address,
+    Completion,
+    Recording,
+    StreamError,
+    read_completion,
+    request_bytes,
+)
 
 # All clients begin this long after they have been told to.
 LEAD_S = 0.1

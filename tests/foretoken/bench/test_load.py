@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.client import Address, StreamError, request_bytes
-from benchmarks.load import Clients, Stream, record_streams, running_clients
 from benchmarks.stack import free_ports
-from tests.benchmarks.scripted_server import STREAM_HEAD, chunk, event, scripted_server, text_event, usage_event
+from foretoken.bench.client import Address, StreamError, request_bytes
+from foretoken.bench.load import Clients, Stream, record_streams, running_clients
+from tests.support.scripted_server import STREAM_HEAD, chunk, event, scripted_server, text_event, usage_event
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.load import Answer
+from foretoken.bench.load import Answer
 
 # A request is good if its first token and its mean time per output token are in time.
 GOOD_TTFT_S = 2.0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.client import Address
+from foretoken.bench.client import Address
 
 # From a request's body to the answer's pieces. Between two pieces the script may wait.
 Script = Callable[[dict[str, Any]], Iterator[bytes]]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.client import Address, Recording, StreamError, complete, get, read_completion
-from tests.benchmarks.scripted_server import STREAM_HEAD, chunk, event, scripted_server, text_event, usage_event
+from foretoken.bench.client import Address, Recording, StreamError, complete, get, read_completion
+from tests.support.scripted_server import STREAM_HEAD, chunk, event, scripted_server, text_event, usage_event
 
 END = chunk(event(b"[DONE]")) + chunk(b"")
 
