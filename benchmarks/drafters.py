@@ -28,7 +28,8 @@ from benchmarks.measure import Bench, Pair, Sample, UnexpectedAnswerError, Workl
 from benchmarks.prompts import code_prompts
 from benchmarks.report import Bar, Figure, figures_table, missed_bars
 from benchmarks.stack import StackError, describe, running_stack
-from foretoken.bench.client import StreamError, complete
+from foretoken.bench.client import complete
+from foretoken.bench.completion import StreamError
 from models.demo.frequent_tokens import write_token_map
 
 DEMO = environment.ROOT / "models" / "demo"

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from benchmarks.figures import Timing, concurrent_rate, decode_rate, timing_of
 from benchmarks.prompts import BenchPrompt
-from foretoken.bench.client import Completion
+from foretoken.bench.completion import Completion
 
 Progress = Callable[[str], None]
 # Sends all bodies to the server at once, and returns their completions in order.

@@ -31,7 +31,8 @@ from benchmarks.prompts import code_prompts, num_files, random_prompts
 from benchmarks.reference import ReferenceFailedError, running_reference
 from benchmarks.report import Bar, Figure, Report
 from benchmarks.stack import StackError, describe, idle_share, running_stack
-from foretoken.bench.client import Address, StreamError, complete
+from foretoken.bench.client import Address, complete
+from foretoken.bench.completion import StreamError
 from verifier_svc.model.runner import default_threads
 
 RESULTS = environment.ROOT / "benchmarks" / "results"

@@ -29,7 +29,7 @@ from benchmarks.measure import UnexpectedAnswerError
 from benchmarks.report import Bar, Figure, figures_table, missed_bars
 from benchmarks.stack import StackError
 from benchmarks.workloads import Point, Requests, Workload
-from foretoken.bench.client import StreamError
+from foretoken.bench.completion import StreamError
 from foretoken.bench.load import Clients, running_clients
 from foretoken.bench.measures import CLIENT_LIMIT, figures_of
 

@@ -35,7 +35,7 @@ from benchmarks.gpu.provenance import run_facts
 from benchmarks.gpu.steps import progress
 from benchmarks.prompts import code_prompts
 from benchmarks.stack import StackError, describe, running_stack
-from foretoken.bench.client import Completion, StreamError
+from foretoken.bench.completion import Completion, StreamError
 from foretoken.mps import PIPES
 
 FORMAT = 1

@@ -28,7 +28,8 @@ from benchmarks.gpu.steps import progress
 from benchmarks.measure import Bench, Pair, UnexpectedAnswerError, Workload, rate_of
 from benchmarks.prompts import code_prompts, num_files
 from benchmarks.stack import StackError, describe, running_stack
-from foretoken.bench.client import StreamError, complete
+from foretoken.bench.client import complete
+from foretoken.bench.completion import StreamError
 
 READY_TIMEOUT_S = 600.0
 

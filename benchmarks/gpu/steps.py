@@ -38,7 +38,8 @@ from benchmarks.gpu.provenance import run_facts
 from benchmarks.gpu.step_times import Arrivals, StepTimes, step_times
 from benchmarks.gpu.verifier_client import VerifierClient
 from benchmarks.stack import StackError, describe, running_stack, service
-from foretoken.bench.client import Address, StreamError, complete
+from foretoken.bench.client import Address, complete
+from foretoken.bench.completion import StreamError
 
 FORMAT = 1
 READY_TIMEOUT_S = 600.0

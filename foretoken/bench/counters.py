@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from foretoken.bench.client import Address, StreamError, get
+from foretoken.bench.client import Address, get
+from foretoken.bench.completion import StreamError
 
 # Labels that split a counter. Sums are taken over all others.
 KEPT_LABELS = ("phase", "reason", "drafter", "position")

@@ -1,38 +1,37 @@
 """Drive a server over HTTP with many streams, from client processes of their own.
 
 A stream is one user: it sends its next request when the last one has ended. A client process only
-records bytes and arrival times while streams run (foretoken/bench/client.py), and parses them at the
-end.
+records bytes and arrival times while streams run, and parses them at the end. It also measures
+itself: the CPU time that it takes, and how late its event loop is.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import os
-import selectors
-import socket
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from foretoken.bench.client import (
-    RECEIVE_BYTES,
-    Address,
-    Completion,
-    Recording,
-    StreamError,
-    read_completion,
-    request_bytes,
-)
+from foretoken.bench.client import COMPLETIONS, Address, Connector, run_loop
+from foretoken.bench.completion import Completion, Recording, StreamError, read_completion
 
 # All clients begin this long after they have been told to.
 LEAD_S = 0.1
 # Client processes on a machine with many cores.
 MOST_CLIENTS = 8
+# How often a client looks how late its event loop is, and how often it tells what has ended.
+HEARTBEAT_S = 0.02
+PROGRESS_S = 0.5
+
+# Called with the number of ended requests.
+OnProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +39,26 @@ class Stream:
     """One user's request bodies; the first is sent ``starts_after`` seconds after the start.
 
     ``group`` is a label that its answers keep.
+
+    Attributes:
+        path: where the bodies are posted.
+        is_conversation: the bodies' ``messages`` follow each other, with the server's answers
+            between them.
     """
 
     bodies: tuple[dict[str, Any], ...]
     starts_after: float = 0.0
     group: str = ""
+    path: str = COMPLETIONS
+    is_conversation: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The times of one completed request, in perf_counter seconds, and its tokens.
 
-    ``gaps`` are the seconds between two chunks that follow each other.
+    ``gaps`` are the seconds between two chunks that follow each other. ``due_at`` is when the
+    request was to be sent: its stream's start, or the end of the answer before it.
     """
 
     sent_at: float
@@ -62,14 +69,29 @@ class Answer:
     num_tokens: int
     gaps: tuple[float, ...]
     group: str = ""
+    due_at: float = 0.0
+    finish_reason: str = ""
+    # The server's own figures of this request.
+    speculation: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the clients saw. ``busiest``: the largest CPU share of one client while it recorded."""
+    """What the clients saw.
+
+    Attributes:
+        busiest: the largest CPU share of one client while it recorded.
+        failures: why each failed request failed.
+        lags: how late the clients' event loops were, in seconds, every HEARTBEAT_S.
+        started_at, ended_at: perf_counter seconds.
+    """
 
     answers: list[Answer]
     busiest: float
+    failures: list[str] = field(default_factory=list)
+    lags: list[float] = field(default_factory=list)
+    started_at: float = 0.0
+    ended_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +99,8 @@ class _Work:
     address: Address
     streams: Sequence[Stream]
     timeout_s: float
+    # Streams that run at once; 0: all.
+    limit: int
 
 
 def default_clients() -> int:
@@ -99,6 +123,11 @@ class Clients:
             self._pipes.append(ours)
             self._processes.append(process)
 
+    @property
+    def count(self) -> int:
+        """The number of client processes."""
+        return len(self._processes)
+
     def close(self) -> None:
         """End the processes, also in the middle of a run."""
         # First the processes: one that is in the middle of a run would report that its pipe is gone.
@@ -112,21 +141,37 @@ class Clients:
         """Send all streams' requests and return the answers.
 
         Raises:
-            StreamError: a stream broke, or nothing arrived at a client for ``timeout_s`` seconds.
+            StreamError: a request failed, or nothing came on a stream for ``timeout_s`` seconds.
         """
-        pipes = self._pipes[: len(streams)]
+        load = self.drive(address, streams, timeout_s)
+        if load.failures:
+            raise StreamError(load.failures[0])
+        return load
+
+    def drive(
+        self,
+        address: Address,
+        streams: Sequence[Stream],
+        timeout_s: float = 120.0,
+        limit: int = 0,
+        on_progress: OnProgress = lambda count: None,
+    ) -> Load:
+        """Send all streams' requests; return the answers, and why the others failed.
+
+        Args:
+            limit: streams that run at once; the next one starts when one has ended. 0: all.
+        """
+        most = min(len(streams), limit or len(streams), len(self._pipes))
+        pipes = self._pipes[:most]
         for index, pipe in enumerate(pipes):
-            pipe.send(_Work(address, streams[index :: len(pipes)], timeout_s))
+            share = limit // most + (index < limit % most)
+            pipe.send(_Work(address, streams[index::most], timeout_s, share))
         for pipe in pipes:
             pipe.recv()
         start = time.perf_counter() + LEAD_S
         for pipe in pipes:
             pipe.send(start)
-        found = [pipe.recv() for pipe in pipes]
-        for each in found:
-            if isinstance(each, StreamError):
-                raise each
-        return Load([answer for load in found for answer in load.answers], max(load.busiest for load in found))
+        return _joined(_collect(pipes, on_progress))
 
 
 @contextlib.contextmanager
@@ -139,6 +184,33 @@ def running_clients(count: int) -> Iterator[Clients]:
         clients.close()
 
 
+def _collect(pipes: Sequence[Connection], on_progress: OnProgress) -> list[Load]:
+    """Return each client's load; a number from a client is how many of its requests have ended."""
+    ended = dict.fromkeys(pipes, 0)
+    loads: dict[Connection, Load] = {}
+    while len(loads) < len(pipes):
+        for pipe in wait([pipe for pipe in pipes if pipe not in loads]):
+            assert isinstance(pipe, Connection)
+            found = pipe.recv()
+            if isinstance(found, Load):
+                loads[pipe] = found
+                found = len(found.answers) + len(found.failures)
+            ended[pipe] = found
+            on_progress(sum(ended.values()))
+    return [loads[pipe] for pipe in pipes]
+
+
+def _joined(loads: Sequence[Load]) -> Load:
+    return Load(
+        [answer for load in loads for answer in load.answers],
+        max(load.busiest for load in loads),
+        [failure for load in loads for failure in load.failures],
+        [lag for load in loads for lag in load.lags],
+        min(load.started_at for load in loads),
+        max(load.ended_at for load in loads),
+    )
+
+
 def _client(pipe: Connection) -> None:
     """Run one client process until its pipe is closed."""
     while True:
@@ -146,92 +218,125 @@ def _client(pipe: Connection) -> None:
             work: _Work = pipe.recv()
         except EOFError:
             return
-        requests = [[request_bytes(work.address, body) for body in stream.bodies] for stream in work.streams]
+        run = _Run(work, pipe.send)
         pipe.send("prepared")
+        start = pipe.recv()
+        # A collection would hold the event loop up. The next run's collection takes what is left.
+        gc.collect()
+        gc.disable()
         try:
-            pipe.send(_run(work, requests, pipe.recv()))
-        except StreamError as error:
-            pipe.send(error)
-
-
-def _run(work: _Work, requests: Sequence[Sequence[bytes]], start: float) -> Load:
-    time.sleep(max(0.0, start - time.perf_counter()))
-    began, used = time.perf_counter(), time.process_time()
-    starts = [start + stream.starts_after for stream in work.streams]
-    try:
-        recordings = record_streams(work.address, requests, starts, work.timeout_s)
-    except OSError as error:
-        raise StreamError(f"http://{work.address.host}:{work.address.port}: {error}") from error
-    busy = (time.process_time() - used) / (time.perf_counter() - began)
-    pairs = zip(work.streams, recordings, strict=True)
-    return Load([answer_of(read_completion(one), stream.group) for stream, each in pairs for one in each], busy)
-
-
-def record_streams(
-    address: Address, requests: Sequence[Sequence[bytes]], starts: Sequence[float], timeout_s: float
-) -> list[list[Recording]]:
-    """Run all streams to their ends; return each one's responses.
-
-    Args:
-        requests: each stream's requests.
-        starts: when each stream's first request is sent, in perf_counter seconds.
-
-    Raises:
-        StreamError: nothing arrived for ``timeout_s`` seconds.
-        OSError: a connection failed.
-    """
-    recordings: list[list[Recording]] = [[] for _ in requests]
-    waiting = sorted(((at, index) for index, at in enumerate(starts)), reverse=True)
-    with selectors.DefaultSelector() as selector:
-        try:
-            while waiting or selector.get_map():
-                while waiting and waiting[-1][0] <= time.perf_counter():
-                    index = waiting.pop()[1]
-                    _send(selector, address, requests[index][0], index, recordings[index])
-                until = max(0.0, waiting[-1][0] - time.perf_counter()) if waiting else timeout_s
-                ready = selector.select(min(until, timeout_s))
-                if not ready and not waiting:
-                    raise StreamError(f"nothing came for {timeout_s:g} s")
-                for key, _ in ready:
-                    if _receive(selector, key):
-                        continue
-                    index = key.data[0]
-                    if len(recordings[index]) < len(requests[index]):
-                        _send(selector, address, requests[index][len(recordings[index])], index, recordings[index])
+            load = run_loop(run.load(start))
         finally:
-            for key in list(selector.get_map().values()):
-                key.fileobj.close()  # type: ignore[union-attr]
-    return recordings
+            gc.enable()
+        pipe.send(load)
 
 
-def _send(
-    selector: selectors.BaseSelector, address: Address, request: bytes, index: int, recordings: list[Recording]
-) -> None:
-    recording = Recording(time.perf_counter())
-    connection = socket.create_connection((address.host, address.port))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    selector.register(connection, selectors.EVENT_READ, (index, recording))
-    connection.sendall(request)
-    recordings.append(recording)
+@dataclass(frozen=True, slots=True)
+class _Response:
+    group: str
+    due_at: float
+    recording: Recording
 
 
-def _receive(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> bool:
-    """Read what has arrived; return whether the response goes on."""
-    connection = key.fileobj
-    assert isinstance(connection, socket.socket)
-    recording: Recording = key.data[1]
-    data = connection.recv(RECEIVE_BYTES)
-    if not data:
-        selector.unregister(connection)
-        connection.close()
-        return False
-    recording.times.append(time.perf_counter())
-    recording.raw += data
-    recording.ends.append(len(recording.raw))
-    return True
+class _Run:
+    """One client's share of a load."""
+
+    def __init__(self, work: _Work, tell: OnProgress) -> None:
+        """``tell`` gets the number of ended requests now and then."""
+        self._work, self._tell = work, tell
+        # In order of their starts: with a limit, the next one to start is the next one here.
+        self._streams = iter(sorted(work.streams, key=lambda stream: stream.starts_after))
+        # Encoding takes time: what does not depend on answers is ready before the start.
+        self._requests = {
+            id(stream): [work.address.request("POST", stream.path, body) for body in stream.bodies]
+            for stream in work.streams
+            if not stream.is_conversation
+        }
+        self._connector = Connector(work.address, work.timeout_s)
+        self._responses: list[_Response] = []
+        self._failures: list[str] = []
+        self._lags: list[float] = []
+
+    async def load(self, start: float) -> Load:
+        """Run all streams from ``start`` on (perf_counter seconds)."""
+        await asyncio.sleep(max(0.0, start - time.perf_counter()))
+        used = time.process_time()
+        watches = [asyncio.create_task(task) for task in (self._connector.watch(), self._beat(), self._report())]
+        workers = [self._worker(start) for _ in range(self._work.limit or len(self._work.streams))]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for watch in watches:
+                watch.cancel()
+        ended = time.perf_counter()
+        busy = (time.process_time() - used) / max(ended - start, HEARTBEAT_S)
+        answers = []
+        for response in self._responses:
+            try:
+                answers.append(answer_of(read_completion(response.recording), response.group, response.due_at))
+            except StreamError as error:
+                self._failures.append(error.message)
+        return Load(answers, busy, self._failures, self._lags, start, ended)
+
+    async def _worker(self, start: float) -> None:
+        for stream in self._streams:
+            due_at = start + stream.starts_after
+            # The loop's clock has milliseconds: it may wake too early.
+            while (rest := due_at - time.perf_counter()) > 0:
+                await asyncio.sleep(rest)
+            if stream.is_conversation:
+                await self._converse(stream, due_at)
+                continue
+            for request in self._requests.pop(id(stream)):
+                await self._send(stream, request, due_at)
+                due_at = time.perf_counter()
+
+    async def _converse(self, stream: Stream, due_at: float) -> None:
+        """Send one turn after the other; the first that fails ends the conversation."""
+        messages: list[dict[str, Any]] = []
+        for body in stream.bodies:
+            messages += body["messages"]
+            request = self._work.address.request("POST", stream.path, {**body, "messages": messages})
+            recording = await self._send(stream, request, due_at)
+            if recording is None:
+                return
+            try:
+                messages.append({"role": "assistant", "content": read_completion(recording).text})
+            except StreamError:
+                # It is counted where all responses are read.
+                return
+            due_at = time.perf_counter()
+
+    async def _send(self, stream: Stream, request: bytes, due_at: float) -> Recording | None:
+        """Send a request and keep its response; None if it failed."""
+        try:
+            async with self._connector.connected() as exchange:
+                exchange.send(request)
+                recording: Recording = await exchange.response()
+        except StreamError as error:
+            self._failures.append(error.message)
+            return None
+        self._responses.append(_Response(stream.group, due_at, recording))
+        return recording
+
+    async def _beat(self) -> None:
+        """Note how late the event loop wakes this task, every HEARTBEAT_S."""
+        while True:
+            due_at = time.perf_counter() + HEARTBEAT_S
+            await asyncio.sleep(HEARTBEAT_S)
+            self._lags.append(max(0.0, time.perf_counter() - due_at))
+
+    async def _report(self) -> None:
+        told = 0
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            ended = len(self._responses) + len(self._failures)
+            if ended > told:
+                self._tell(ended)
+                told = ended
 
 
-def answer_of(completion: Completion, group: str) -> Answer:
+def answer_of(completion: Completion, group: str, due_at: float = 0.0) -> Answer:
     """Return a completion's times and counts."""
     gaps = tuple(later.at - earlier.at for earlier, later in itertools.pairwise(completion.chunks))
     return Answer(
@@ -243,4 +348,7 @@ def answer_of(completion: Completion, group: str) -> Answer:
         completion.num_tokens,
         gaps,
         group,
+        due_at,
+        completion.finish_reason,
+        completion.speculation,
     )

@@ -14,7 +14,7 @@ from benchmarks.figures import (
     timing_of,
     tokens_by,
 )
-from foretoken.bench.client import Chunk, Completion
+from foretoken.bench.completion import Chunk, Completion
 
 
 def completion(arrivals: list[tuple[float, int | None]], sent_at: float = 0.0) -> Completion:

@@ -19,7 +19,7 @@ from benchmarks.gpu.faults import FAIL_ASSERTION, FAULTS, WRITE_ASTRAY, with_hoo
 from benchmarks.gpu.pauses import Pauses, longest_pause, pauses_after
 from benchmarks.gpu.watch import Return, Sighting, drafters_return
 from benchmarks.stack import StackError
-from foretoken.bench.client import Chunk, Completion, Recording
+from foretoken.bench.completion import Chunk, Completion, Recording
 
 ROOT = Path(__file__).parents[3]
 OLD, NEW = (7, 1), (7, 2)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from benchmarks.stack import free_ports
-from foretoken.bench.client import Address, StreamError, request_bytes
-from foretoken.bench.load import Clients, Stream, record_streams, running_clients
+from foretoken.bench.client import CHAT, Address
+from foretoken.bench.completion import StreamError
+from foretoken.bench.load import Clients, Stream, running_clients
 from tests.support.scripted_server import STREAM_HEAD, chunk, event, scripted_server, text_event, usage_event
 
 
@@ -70,15 +70,64 @@ def test_an_answer_has_times_counts_and_gaps(clients: Clients) -> None:
     assert found.first_at + sum(found.gaps) == pytest.approx(found.last_at)
 
 
-def test_arrivals_wait_for_their_time() -> None:
-    now = time.perf_counter()
-    starts = [now + 0.02 * number for number in (2, 0, 1)]
+def test_arrivals_wait_for_their_time(clients: Clients) -> None:
+    streams = [Stream((body(str(number)),), starts_after=0.02 * number) for number in (2, 0, 1)]
     with scripted_server(answer) as server:
-        requests = [[request_bytes(server.address, body(str(number)))] for number in (2, 0, 1)]
-        recordings = record_streams(server.address, requests, starts, 60.0)
-    sent = [recording.sent_at for (recording,) in recordings]
-    assert all(at >= start for at, start in zip(sent, starts, strict=True))
-    assert sent[1] < sent[2] < sent[0]
+        load = clients.run(server.address, streams)
+    due = sorted(each.due_at for each in load.answers)
+    assert all(each.sent_at >= each.due_at for each in load.answers)
+    assert [later - due[0] for later in due] == pytest.approx([0, 0.02, 0.04])
+    assert len(load.lags) >= 1 and min(load.lags) >= 0 and load.ended_at > load.started_at
+
+
+def test_no_more_streams_run_than_the_limit_says_and_all_are_run(clients: Clients) -> None:
+    lock = threading.Lock()
+    running: set[str] = set()
+    most = 0
+
+    def script(request: dict[str, Any]) -> Iterator[bytes]:
+        nonlocal most
+        with lock:
+            running.add(request["name"])
+            most = max(most, len(running))
+        pieces = list(answer(request))
+        yield from pieces[:-1]
+        with lock:
+            running.discard(request["name"])
+        yield pieces[-1]
+
+    told: list[int] = []
+    with scripted_server(script) as server:
+        load = clients.drive(server.address, [Stream((body(str(i)),)) for i in range(9)], 60.0, 3, told.append)
+    assert sorted(each["name"] for each in server.bodies) == [str(i) for i in range(9)]
+    assert 1 <= most <= 3 and len(load.answers) == 9 and told[-1] == 9 and told == sorted(told)
+
+
+def test_a_conversation_carries_the_servers_answers(clients: Clients) -> None:
+    def script(request: dict[str, Any]) -> Iterator[bytes]:
+        text = f"re: {request['messages'][-1]['content']}"
+        yield STREAM_HEAD + chunk(event({"choices": [{"delta": {"content": text}, "finish_reason": "stop"}]}))
+        yield chunk(event(usage_event(2))) + chunk(event(b"[DONE]")) + chunk(b"")
+
+    bodies = tuple({"model": "m", "messages": [{"role": "user", "content": text}]} for text in ("one", "two"))
+    with scripted_server(script) as server:
+        load = clients.drive(server.address, [Stream(bodies, path=CHAT, is_conversation=True)])
+    assert server.paths == [CHAT, CHAT] and len(load.answers) == 2
+    assert [message["content"] for message in server.bodies[1]["messages"]] == ["one", "re: one", "two"]
+    assert server.bodies[1]["model"] == "m" and load.answers[1].due_at >= load.answers[0].last_at
+
+
+def test_failures_are_counted_beside_answers(clients: Clients) -> None:
+    def script(request: dict[str, Any]) -> Iterator[bytes]:
+        if request["name"] == "bad":
+            yield b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 4\r\n\r\nfull"
+        else:
+            yield from answer(request)
+
+    streams = [Stream((body("bad"), body("good"))), Stream((body("good"),))]
+    with scripted_server(script) as server:
+        load = clients.drive(server.address, streams)
+    assert load.failures == ["status 503: full"] and len(load.answers) == 2
 
 
 def test_a_refusal_is_an_error_and_the_clients_go_on(clients: Clients) -> None:
