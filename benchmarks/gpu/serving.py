@@ -31,10 +31,11 @@ from benchmarks.gpu.utilization import sampled
 from benchmarks.measure import UnexpectedAnswerError
 from benchmarks.stack import StackError
 from benchmarks.workloads import ODD_GROUP, WORKLOADS, Point, Requests, Workload
+from foretoken.bench.bottleneck import CLIENT_LIMIT
 from foretoken.bench.completion import StreamError
 from foretoken.bench.counters import counters, increase, tokens_per_step, total
 from foretoken.bench.load import Clients, default_clients, running_clients
-from foretoken.bench.measures import CLIENT_LIMIT, figures_of
+from foretoken.bench.measures import figures_of
 
 MAX_RUNNING = 256
 # Streams of the warm-up before a row, as many as the row's at most, with one request each.

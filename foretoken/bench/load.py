@@ -13,6 +13,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -213,6 +214,8 @@ def _joined(loads: Sequence[Load]) -> Load:
 
 def _client(pipe: Connection) -> None:
     """Run one client process until its pipe is closed."""
+    # Ctrl-C reaches the whole process group; the parent process ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:
             work: _Work = pipe.recv()
