@@ -62,6 +62,17 @@ def total(found: Mapping[str, float], name: str) -> float:
     return sum(value for key, value in found.items() if key.partition("{")[0] == name)
 
 
+def by_label(found: Mapping[str, float], name: str, label: str) -> Counters:
+    """Return a counter's sums by the values of one label; samples without it are left out."""
+    sums: Counters = {}
+    for key, value in found.items():
+        of_key, _, labels = key.partition("{")
+        pairs = dict(pair.partition("=")[::2] for pair in labels.rstrip("}").split(","))
+        if of_key == name and label in pairs:
+            sums[pairs[label]] = sums.get(pairs[label], 0.0) + value
+    return sums
+
+
 def tokens_per_step(found: Mapping[str, float]) -> float:
     """Return tokens of a row's decode step, from the counters' rises.
 

@@ -155,6 +155,12 @@ def to_details(rows: Sequence[Row]) -> str:
         if speculation and speculation["acceptance"]:
             shares = ", ".join(f"{share:.0%}" for share in speculation["acceptance"])
             parts.append(f"{title}: accepted by position: {shares} (from {speculation['source']})")
+        if speculation and speculation["drafters"]:
+            counts = ", ".join(
+                f"{each['name']} {each['num_accepted_tokens']} of {each['num_draft_tokens']}"
+                for each in speculation["drafters"]
+            )
+            parts.append(f"{title}: accepted draft tokens: {counts}")
         if row["categories"]:
             lines = [
                 [

@@ -11,11 +11,20 @@ from typing import Any
 
 from foretoken.bench.client import Address, get
 from foretoken.bench.completion import StreamError
-from foretoken.bench.counters import Counters, counters, increase, tokens_per_step, total
+from foretoken.bench.counters import Counters, by_label, counters, increase, tokens_per_step, total
 from foretoken.bench.load import Answer
 
 ACCEPTED_BY_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 SERVER_INFO = ("/server_info", "/get_server_info")
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterShare:
+    """How many of one drafter's tokens were accepted."""
+
+    name: str
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +36,13 @@ class Speculation:
         tokens_per_step: tokens that one decode step gave to a request.
         acceptance: for each position of a draft, the share of drafts that were accepted up to it;
             empty if the server does not say so. In a tree, a position is a depth.
+        drafters: of each drafter that the server names.
     """
 
     source: str
     tokens_per_step: float
     acceptance: tuple[float, ...] = ()
+    drafters: tuple[DrafterShare, ...] = ()
 
 
 def from_answers(answers: Sequence[Answer]) -> Speculation | None:
@@ -42,14 +53,22 @@ def from_answers(answers: Sequence[Answer]) -> Speculation | None:
     found = [answer.speculation for answer in answers if answer.speculation]
     if not found or len(found) < len(answers):
         return None
-    drafted = sum(each.get("num_spec_steps", 0) for each in found)
-    accepted = sum(each.get("num_accepted_draft_tokens", 0) for each in found)
-    steps = drafted + sum(each.get("fallback_steps", 0) for each in found)
-    histograms = (each.get("acceptance_histogram", ()) for each in found)
+    drafted, accepted, plain = (
+        sum(each.get(key) or 0 for each in found)
+        for key in ("num_spec_steps", "num_accepted_draft_tokens", "fallback_steps")
+    )
+    steps = drafted + plain
+    histograms = (each.get("acceptance_histogram") or () for each in found)
     # Entry k counts the drafts of which k tokens were accepted.
     histogram = list(map(sum, zip_longest(*histograms, fillvalue=0)))
     acceptance = tuple(sum(histogram[k:]) / drafted for k in range(1, len(histogram))) if drafted else ()
-    return Speculation("answers", 1 + accepted / steps if steps else 1.0, acceptance)
+    drafters: dict[str, list[int]] = {}
+    for name, counts in (item for each in found for item in (each.get("drafters") or {}).items()):
+        share = drafters.setdefault(name, [0, 0])
+        share[0] += counts["num_draft_tokens"]
+        share[1] += counts["num_accepted_draft_tokens"]
+    shares = tuple(DrafterShare(name, *counts) for name, counts in sorted(drafters.items()))
+    return Speculation("answers", 1 + accepted / steps if steps else 1.0, acceptance, shares)
 
 
 def from_counters(rises: Mapping[str, float]) -> Speculation | None:
@@ -57,15 +76,15 @@ def from_counters(rises: Mapping[str, float]) -> Speculation | None:
     drafts = total(rises, "spec_decode_num_drafts")
     if not drafts:
         return None
-    accepted: dict[int, float] = {}
-    for key, value in rises.items():
-        name, _, labels = key.partition("{")
-        if name == ACCEPTED_BY_POSITION:
-            position = int(dict(label.split("=") for label in labels.rstrip("}").split(","))["position"])
-            accepted[position] = accepted.get(position, 0.0) + value
+    accepted = {int(position): value for position, value in by_label(rises, ACCEPTED_BY_POSITION, "position").items()}
     most = max(accepted, default=-1) + 1
     acceptance = tuple(accepted.get(position, 0.0) / drafts for position in range(most))
-    return Speculation("/metrics", tokens_per_step(rises), acceptance)
+    taken = by_label(rises, "spec_decode_num_accepted_tokens", "drafter")
+    shares = tuple(
+        DrafterShare(name, int(drafted), int(taken.get(name, 0)))
+        for name, drafted in sorted(by_label(rises, "spec_decode_num_draft_tokens", "drafter").items())
+    )
+    return Speculation("/metrics", tokens_per_step(rises), acceptance, shares)
 
 
 def from_server_info(info: Mapping[str, Any]) -> Speculation | None:
