@@ -7,7 +7,7 @@ import contextlib
 import json
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -139,7 +139,7 @@ class Connector:
         self._open: set[Exchange] = set()
 
     @contextlib.asynccontextmanager
-    async def connected(self, on_arrival: Callable[[], None] = lambda: None) -> Any:
+    async def connected(self, on_arrival: Callable[[], None] = lambda: None) -> AsyncIterator[Exchange]:
         """Open a connection and yield its Exchange. Raises StreamError if the server does not answer."""
         loop = asyncio.get_running_loop()
         try:

@@ -315,7 +315,7 @@ class _Run:
         try:
             async with self._connector.connected() as exchange:
                 exchange.send(request)
-                recording: Recording = await exchange.response()
+                recording = await exchange.response()
         except StreamError as error:
             self._failures.append(error.message)
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -46,7 +47,7 @@ class Point:
     def num_clients(self) -> int:
         """Return how many client processes this load needs."""
         load = self.rate / RATE_A_CLIENT if self.rate else self.concurrency / STREAMS_A_CLIENT
-        return max(1, -(-int(load * 1000) // 1000))
+        return max(1, math.ceil(load))
 
     def starts(self, count: int, seed: str) -> list[float]:
         """Return when each request is due, in seconds: at once, or at random times (Poisson)."""
