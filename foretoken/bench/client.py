@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -79,6 +80,8 @@ class Exchange(asyncio.Protocol):
         self._ended = asyncio.get_running_loop().create_future()
         self._closed = asyncio.get_running_loop().create_future()
         self._failure = ""
+        # The length of the whole response, once its head has said so.
+        self._length: int | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are not of asyncio's class.
@@ -89,7 +92,10 @@ class Exchange(asyncio.Protocol):
         recording.times.append(time.perf_counter())
         recording.raw += data
         recording.ends.append(len(recording.raw))
-        if recording.raw.endswith(_END_OF_CHUNKS):
+        if self._length is None:
+            self._length = _length(recording.raw)
+        # Not every server closes the connection, though it was asked to.
+        if len(recording.raw) >= (self._length or math.inf) or recording.raw.endswith(_END_OF_CHUNKS):
             self._end()
         self._on_arrival()
 
@@ -128,6 +134,18 @@ class Exchange(asyncio.Protocol):
     def _end(self) -> None:
         if not self._ended.done():
             self._ended.set_result(None)
+
+
+def _length(raw: bytearray) -> int | None:
+    """Return the length of a response with its head; 0 if the head gives none, None before its end."""
+    at = raw.find(b"\r\n\r\n")
+    if at < 0:
+        return None
+    for line in bytes(raw[:at]).lower().split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name == b"content-length" and value.strip().isdigit():
+            return at + 4 + int(value)
+    return 0
 
 
 class Connector:

@@ -205,6 +205,25 @@ def test_get_reads_status_and_body() -> None:
         assert get(server.address, "/ready") == (503, b"{}")
 
 
+def test_a_server_that_keeps_connections_open_is_not_waited_for() -> None:
+    release = threading.Event()
+
+    def script(body: dict[str, Any]) -> Iterator[bytes]:
+        if body.get("path") is None:
+            yield from plain_script(body)
+        else:
+            yield b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nab"
+            yield b"cd"
+        release.wait()
+
+    with scripted_server(script) as server:
+        try:
+            assert get(server.address, "/ready") == (200, b"abcd")
+            assert complete(server.address, [{"prompt": "a"}])[0].text == "abcde"
+        finally:
+            release.set()
+
+
 def test_address_of_a_url() -> None:
     assert Address.parse("http://127.0.0.1:8000/") == Address("127.0.0.1", 8000)
     assert Address.parse("https://host/a/b/", "k") == Address("host", 443, True, "/a/b", "k")
