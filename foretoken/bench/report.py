@@ -188,9 +188,12 @@ def draw(rows: Sequence[Row]) -> str:
     found = summaries(rows)
     if not found:
         raise ValueError("no request was answered: there is nothing to draw")
+    has_names = len({row["server"] for row in found}) > 1
     lines: dict[str, list[Mark]] = {}
     for row in found:
-        lines.setdefault(row["server"], []).append(Mark(row["interactivity_p50"], row["tokens_per_s"], row["load"]))
+        kind = "arrivals" if row["request_rate"] else "at once"
+        name = f"{row['server']}, {kind}" if has_names else kind
+        lines.setdefault(name, []).append(Mark(row["interactivity_p50"], row["tokens_per_s"], row["load"]))
     title = "Output tok/s of the server against tok/s of one user"
     return Picture(title, "tok/s of one user (1 / median time per token of whole requests)", lines, {}).svg()
 

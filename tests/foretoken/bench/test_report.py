@@ -118,12 +118,14 @@ def test_json_has_rows_and_ratios() -> None:
     assert {"load": "4", "figure": "tokens_per_s", "ratios": [2.0], "median": 2.0} in found["ratios"]
 
 
-def test_the_picture_has_a_line_for_each_server_and_a_mark_for_each_load() -> None:
-    text = report.draw([row("<a>"), row("<a>", load="8"), row("b"), FAILED])
+def test_the_picture_has_a_line_for_each_server_and_kind_and_a_mark_for_each_load() -> None:
+    text = report.draw([row("<a>"), row("<a>", load="8"), row("b"), row("b", load="3/s", request_rate=3.0), FAILED])
     root = xml.fromstring(text)
     space = "{http://www.w3.org/2000/svg}"
-    assert len(root.findall(f"{space}polyline")) == 2
+    assert len(root.findall(f"{space}polyline")) == 3
     words = [element.text for element in root.iter(f"{space}text")]
-    assert words.count("4") == 2 and words.count("8") == 1 and "<a>" in words and "b" in words
+    assert words.count("4") == 2 and words.count("8") == 1 and words.count("3/s") == 1
+    assert {"<a>, at once", "b, at once", "b, arrivals"} <= {*words}
+    assert "<a>" not in report.draw([row("<a>")])
     with pytest.raises(ValueError, match="nothing to draw"):
         report.draw([FAILED])
