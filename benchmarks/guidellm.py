@@ -4,8 +4,9 @@
 
 guidellm is installed in an environment of its own (``make test-clients`` makes one in
 ``.client-environments/guidellm_load``). Both send chats of random words with outputs of fixed length, so many at
-once. A ratio is ``foretoken bench`` / guidellm; the median of the pairs counts. The exit status is
-1 if one is off by more than 3%.
+once. guidellm sends the same prompts in every run, so a server must not cache prefixes. A ratio is
+``foretoken bench`` / guidellm; the median of the pairs counts. The exit status is 1 if one is off by
+more than 3%.
 """
 
 from __future__ import annotations
