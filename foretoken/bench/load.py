@@ -326,8 +326,11 @@ class _Run:
         """Note how late the event loop wakes this task, every HEARTBEAT_S."""
         while True:
             due_at = time.perf_counter() + HEARTBEAT_S
-            await asyncio.sleep(HEARTBEAT_S)
-            self._lags.append(max(0.0, time.perf_counter() - due_at))
+            try:
+                await asyncio.sleep(HEARTBEAT_S)
+            finally:
+                # The end of a load may find a beat overdue, too.
+                self._lags.append(max(0.0, time.perf_counter() - due_at))
 
     async def _report(self) -> None:
         told = 0
