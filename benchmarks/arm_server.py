@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.arms import Arm
-from benchmarks.client import Address
 from benchmarks.stack import (
     ServerProcess,
     StackError,
@@ -22,6 +21,7 @@ from benchmarks.stack import (
     running_server,
     serve_command,
 )
+from foretoken.bench.client import Address
 
 READY_TIMEOUT_S = 600.0
 # After this long, drafters that are not attached are measured as missing.

@@ -23,12 +23,13 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from benchmarks import environment
-from benchmarks.client import StreamError, complete
 from benchmarks.figures import NGRAM, TooShortError, median, repeated_share
 from benchmarks.measure import Bench, Pair, Sample, UnexpectedAnswerError, Workload
 from benchmarks.prompts import code_prompts
 from benchmarks.report import Bar, Figure, figures_table, missed_bars
 from benchmarks.stack import StackError, describe, running_stack
+from foretoken.bench.client import complete
+from foretoken.bench.completion import StreamError
 from models.demo.frequent_tokens import write_token_map
 
 DEMO = environment.ROOT / "models" / "demo"

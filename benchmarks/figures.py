@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.client import Completion
+from foretoken.bench.completion import Completion
 
 NGRAM = 8
 

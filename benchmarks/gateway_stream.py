@@ -34,10 +34,11 @@ import uvloop
 from tokenizers import Tokenizer
 
 from benchmarks import environment
-from benchmarks.client import Address, StreamError, complete, get
 from benchmarks.prompts import code_prompts
 from benchmarks.stack import POLL_S, READY_TIMEOUT_S, StackError, free_ports
 from foretoken import rpc
+from foretoken.bench.client import Address, complete, get
+from foretoken.bench.completion import StreamError
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 
 InfoContext: TypeAlias = "grpc.aio.ServicerContext[verifier_pb2.GetInfoRequest, verifier_pb2.GetInfoResponse]"

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from benchmarks.client import Completion
 from benchmarks.figures import Timing, concurrent_rate, decode_rate, timing_of
 from benchmarks.prompts import BenchPrompt
+from foretoken.bench.completion import Completion
 
 Progress = Callable[[str], None]
 # Sends all bodies to the server at once, and returns their completions in order.

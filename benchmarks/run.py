@@ -25,13 +25,14 @@ import psutil
 from tokenizers import Tokenizer
 
 from benchmarks import environment, report
-from benchmarks.client import Address, StreamError, complete
 from benchmarks.figures import NGRAM, TooShortError, decode_rate, median, repeated_share
 from benchmarks.measure import Bench, Pair, ReferencePass, UnexpectedAnswerError, Workload, rate_of
 from benchmarks.prompts import code_prompts, num_files, random_prompts
 from benchmarks.reference import ReferenceFailedError, running_reference
 from benchmarks.report import Bar, Figure, Report
 from benchmarks.stack import StackError, describe, idle_share, running_stack
+from foretoken.bench.client import Address, complete
+from foretoken.bench.completion import StreamError
 from verifier_svc.model.runner import default_threads
 
 RESULTS = environment.ROOT / "benchmarks" / "results"

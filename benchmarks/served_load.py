@@ -24,14 +24,15 @@ from pathlib import Path
 from benchmarks import environment
 from benchmarks.arm_server import ArmServer, Launch
 from benchmarks.arms import ARMS, Arm
-from benchmarks.client import StreamError
 from benchmarks.figures import median
-from benchmarks.load import Clients, running_clients
-from benchmarks.load_figures import CLIENT_LIMIT, figures_of
 from benchmarks.measure import UnexpectedAnswerError
 from benchmarks.report import Bar, Figure, figures_table, missed_bars
 from benchmarks.stack import StackError
 from benchmarks.workloads import Point, Requests, Workload
+from foretoken.bench.bottleneck import CLIENT_LIMIT
+from foretoken.bench.completion import StreamError
+from foretoken.bench.load import Clients, running_clients
+from foretoken.bench.measures import figures_of
 
 DEMO = environment.ROOT / "models" / "demo"
 NUM_CORES = 2

@@ -19,7 +19,8 @@ from typing import IO, Any
 
 import psutil
 
-from benchmarks.client import Address, StreamError, get
+from foretoken.bench.client import Address, get
+from foretoken.bench.completion import StreamError
 
 READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0

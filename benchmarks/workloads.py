@@ -12,9 +12,9 @@ from typing import Any, Literal
 from tokenizers import Tokenizer
 
 from benchmarks.arm_server import SERVED_NAME
-from benchmarks.load import Answer, Stream
 from benchmarks.measure import UnexpectedAnswerError
 from benchmarks.prompts import code_prompts
+from foretoken.bench.load import Answer, Stream
 
 # Different held-out prompts; a larger load repeats them, each under a salt of its own.
 MOST_CODE_PROMPTS = 640

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.client import Address, Completion, OnArrival, Recording, complete
 from benchmarks.gpu.faults import Fault
 from benchmarks.gpu.watch import Return, Sighting, Watch, drafters_return
 from benchmarks.stack import StackError, service
+from foretoken.bench.client import Address, OnArrival, complete
+from foretoken.bench.completion import Completion, Recording
 from foretoken.supervisor import STABLE_AFTER_S
 
 # Arrivals (of one or several tokens) that each stream has received before the fault.

@@ -25,12 +25,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from benchmarks.client import Address
 from benchmarks.figures import median
 from benchmarks.gpu.provenance import run_facts
 from benchmarks.gpu.steps import progress
 from benchmarks.prompts import code_prompts, num_files
 from benchmarks.stack import StackError, describe, running_stack
+from foretoken.bench.client import Address
 
 TIMEOUT_S = 600.0
 NUM_LOGPROBS = 5

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.client import Completion, StreamError
 from benchmarks.figures import median
 from benchmarks.gpu.disturbed import RECOVERY_TIMEOUT_S, Course, Subject
 from benchmarks.gpu.faults import FAULTS, with_hooks
@@ -36,6 +35,7 @@ from benchmarks.gpu.provenance import run_facts
 from benchmarks.gpu.steps import progress
 from benchmarks.prompts import code_prompts
 from benchmarks.stack import StackError, describe, running_stack
+from foretoken.bench.completion import Completion, StreamError
 from foretoken.mps import PIPES
 
 FORMAT = 1

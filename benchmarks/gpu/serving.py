@@ -23,18 +23,19 @@ from typing import Any
 
 from benchmarks.arm_server import ArmServer, Launch
 from benchmarks.arms import ARMS, Arm
-from benchmarks.client import StreamError
 from benchmarks.environment import ROOT
 from benchmarks.gpu.provenance import run_facts
 from benchmarks.gpu.serving_figure import draw
 from benchmarks.gpu.serving_result import Row, ServingResult
 from benchmarks.gpu.utilization import sampled
-from benchmarks.load import Clients, default_clients, running_clients
-from benchmarks.load_figures import CLIENT_LIMIT, figures_of
 from benchmarks.measure import UnexpectedAnswerError
-from benchmarks.scrape import counters, increase, tokens_per_step, total
 from benchmarks.stack import StackError
 from benchmarks.workloads import ODD_GROUP, WORKLOADS, Point, Requests, Workload
+from foretoken.bench.bottleneck import CLIENT_LIMIT
+from foretoken.bench.completion import StreamError
+from foretoken.bench.counters import counters, increase, tokens_per_step, total
+from foretoken.bench.load import Clients, default_clients, running_clients
+from foretoken.bench.measures import figures_of
 
 MAX_RUNNING = 256
 # Streams of the warm-up before a row, as many as the row's at most, with one request each.

@@ -22,8 +22,8 @@ from benchmarks.environment import ROOT
 from benchmarks.gpu import serving_bars as bars
 from benchmarks.gpu.check import is_ancestor
 from benchmarks.gpu.serving_result import FORMAT, Row
-from benchmarks.load_figures import CLIENT_LIMIT
 from benchmarks.workloads import NONE_ODD, ODD, VLLM_ARMS, WORKLOADS, Workload
+from foretoken.bench.bottleneck import CLIENT_LIMIT
 
 RESULTS = ROOT / "benchmarks" / "gpu" / "results"
 AUTO_ARMS = ("auto", "auto-ngram")

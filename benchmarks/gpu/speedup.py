@@ -21,7 +21,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from benchmarks.client import StreamError, complete
 from benchmarks.drafters import mean_tokens, per_position, step_ms
 from benchmarks.figures import TooShortError, median
 from benchmarks.gpu.provenance import run_facts
@@ -29,6 +28,8 @@ from benchmarks.gpu.steps import progress
 from benchmarks.measure import Bench, Pair, UnexpectedAnswerError, Workload, rate_of
 from benchmarks.prompts import code_prompts, num_files
 from benchmarks.stack import StackError, describe, running_stack
+from foretoken.bench.client import complete
+from foretoken.bench.completion import StreamError
 
 READY_TIMEOUT_S = 600.0
 

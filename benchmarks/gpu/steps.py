@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.client import Address, StreamError, complete
 from benchmarks.figures import median
 from benchmarks.gpu import bars
 from benchmarks.gpu.bars import Key, Setting, required_rows
@@ -39,6 +38,8 @@ from benchmarks.gpu.provenance import run_facts
 from benchmarks.gpu.step_times import Arrivals, StepTimes, step_times
 from benchmarks.gpu.verifier_client import VerifierClient
 from benchmarks.stack import StackError, describe, running_stack, service
+from foretoken.bench.client import Address, complete
+from foretoken.bench.completion import StreamError
 
 FORMAT = 1
 READY_TIMEOUT_S = 600.0

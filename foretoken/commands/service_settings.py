@@ -17,6 +17,7 @@ from drafter_svc.config import DrafterSettings, with_options
 from drafter_svc.drafter_spec import DrafterSpec, parse_spec, spec_text
 from foretoken import hub
 from foretoken.address import Address
+from foretoken.bench.settings import BenchSettings
 from foretoken.commands import speculators
 from foretoken.commands.given import Given
 from foretoken.config import Flag, Setting, Settings, at_fault, build, flag_of, parse_pairs, settings_of
@@ -113,6 +114,7 @@ COMMANDS: dict[str, tuple[type[Settings], ...]] = {
     "gateway": (GatewaySettings, GatewayOptions),
     "verifier": (VerifierSettings, VerifierOptions),
     "drafter": (DrafterSettings, LogOptions),
+    "bench": (BenchSettings,),
 }
 # Settings that ``serve`` decides itself, or that need services started one by one.
 _NOT_OF_SERVE = {

@@ -9,9 +9,10 @@ from foretoken.config import Setting
 
 _HEAD = """# Settings
 
-Each setting of `foretoken serve`, `gateway`, `verifier` and `drafter` is a flag. It is also a key of the TOML file that
-`--config FILE` names: the flag without its dashes. A flag wins over the environment, the environment over the file, the
-file over the default. A repeated flag is a list in the file.
+Each setting of `foretoken serve`, `gateway`, `verifier`, `drafter` and `bench` is a flag. It is
+also a key of the TOML file that `--config FILE` names: the flag without its dashes. A flag wins over
+the environment, the environment over the file, the file over the default. A repeated flag is a list
+in the file.
 
 ```toml
 model = "models/demo/target"
@@ -20,7 +21,7 @@ drafter = ["name=a,algorithm=NGRAM"]
 ```
 
 `make docs` writes this page from the settings classes (`config.py` of each service, `foretoken/common_settings.py`,
-`foretoken/commands/service_settings.py`).
+`foretoken/commands/service_settings.py`, `foretoken/bench/settings.py`).
 
 | setting | command | default | values | meaning |
 | --- | --- | --- | --- | --- |"""

@@ -44,6 +44,19 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "Links between services": (
         *("--link-token-file", "--link-certfile", "--link-keyfile", "--link-ca", "--insecure-links"),
     ),
+    "Servers to load": (
+        *("--url", "--model", "--endpoint", "--read-timeout"),
+        *("--compare-url", "--compare-api-key", "--compare-model", "--compare-extra-request-body"),
+    ),
+    "Load": (
+        *("--max-concurrency", "--request-rate", "--num-prompts", "--num-rounds", "--warmup-requests", "--clients"),
+    ),
+    "Prompts and request fields": (
+        *("--dataset-name", "--dataset-path", "--input-len", "--output-len", "--range-ratio"),
+        *("--prefix-len", "--num-prefixes", "--tokenizer", "--seed"),
+        *("--temperature", "--disable-ignore-eos", "--salt-requests", "--extra-request-body"),
+    ),
+    "Results": ("--goodput", "--output-file", "--picture", "--allow-failures"),
     "Logs and metrics": (
         *("--log-level", "--otlp-traces-endpoint", "--vllm-metric-names", "--speculative-metrics"),
         *("--kv-events", "--kv-events-replay", "--kv-events-topic"),

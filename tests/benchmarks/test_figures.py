@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.client import Chunk, Completion
 from benchmarks.figures import (
     Timing,
     TooShortError,
@@ -15,6 +14,7 @@ from benchmarks.figures import (
     timing_of,
     tokens_by,
 )
+from foretoken.bench.completion import Chunk, Completion
 
 
 def completion(arrivals: list[tuple[float, int | None]], sent_at: float = 0.0) -> Completion:

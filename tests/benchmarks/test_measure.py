@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.client import Chunk, Completion
 from benchmarks.figures import Timing
 from benchmarks.measure import Bench, UnexpectedAnswerError, Workload
 from benchmarks.prompts import BenchPrompt
+from foretoken.bench.completion import Chunk, Completion
 
 PROMPTS = (BenchPrompt((1, 2, 3), "a.py"), BenchPrompt((4, 5, 6), "b.py"), BenchPrompt((7, 8, 9), "c.py"))
 WORKLOAD = Workload("code", PROMPTS, num_tokens=3)

@@ -24,7 +24,7 @@ from benchmarks.stack import (
     service,
     terminable,
 )
-from tests.benchmarks.scripted_server import scripted_server
+from tests.support.scripted_server import scripted_server
 
 PARENT = """
 import subprocess, sys
@@ -139,7 +139,7 @@ def test_describe_reads_the_version() -> None:
 
 def test_describe_of_nothing_names_the_address() -> None:
     (port,) = free_ports(1)
-    from benchmarks.client import Address
+    from foretoken.bench.client import Address
 
     with pytest.raises(StackError, match=f"127.0.0.1:{port}"):
         describe(Address("127.0.0.1", port))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load import Answer
 from benchmarks.measure import UnexpectedAnswerError
 from benchmarks.workloads import LOGPROBS, NGRAM_DRAFTS, ODD_GROUP, WORKLOADS, Point, Requests
+from foretoken.bench.load import Answer
 
 TARGET = Path(__file__).parents[2] / "models" / "demo" / "target"
 PROMPTS = [[1, 2], [3, 4], [5, 6]]

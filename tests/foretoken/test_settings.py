@@ -30,6 +30,7 @@ NEEDED = {
     "gateway": ("m", "--verifier", "unix:/v"),
     "verifier": ("m", "--address", "unix:/v"),
     "drafter": ("--address", "unix:/d"),
+    "bench": (),
 }
 SPEC = "name=a,algorithm=NGRAM"
 TEXTS = {
@@ -137,15 +138,15 @@ def test_a_flag_wins_over_the_environment_that_over_the_file_and_that_over_the_d
 
 
 def test_the_variables_are_these(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {setting.shown.env: setting for _, setting in ALL if setting.shown.env}
-    assert set(variables) == {
+    variables = [(str(setting.shown.env), command, setting) for command, setting in ALL if setting.shown.env]
+    assert {name for name, _, _ in variables} == {
         *("FORETOKEN_ADMIN_API_KEY_FILE", "FORETOKEN_API_KEY", "FORETOKEN_LINK_TOKEN_FILE", "FORETOKEN_PROBE_KEY"),
-        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+        *("FORETOKEN_COMPARE_API_KEY", "FORETOKEN_URL", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"),
     }
-    for variable, setting in variables.items():
-        monkeypatch.setenv(str(variable), "there")
+    for variable, command, setting in variables:
+        monkeypatch.setenv(variable, "there")
         expected = ("there",) if setting.is_repeated else "there"
-        assert value_of(given("gateway", *NEEDED["gateway"]).values, setting) == expected
+        assert value_of(given(command, *NEEDED[command]).values, setting) == expected
         # Child processes get a secret only if it is meant for them.
         assert (variable in os.environ) is not setting.shown.secret
 
@@ -236,9 +237,14 @@ def test_every_flag_has_a_heading() -> None:
 
 
 def test_help_has_headings_in_order() -> None:
-    text = CliRunner().invoke(app, ["serve", "--help"]).output
-    headings = re.findall(r"^(\w.*):$", text, re.MULTILINE)
-    assert headings == ["Positional arguments", *SUBJECTS]
+    shown = set()
+    for command in ("bench", "serve"):
+        text = CliRunner().invoke(app, [command, "--help"]).output
+        headings = re.findall(r"^(\w.*):$", text, re.MULTILINE)
+        first = ["Positional arguments"] if command == "serve" else []
+        assert headings == [*first, *(subject for subject in SUBJECTS if subject in headings)]
+        shown |= {*headings}
+    assert shown == {"Positional arguments", *SUBJECTS}
     access = text.partition("\nAccess:\n")[2].partition("\n\n")[0]
     assert re.findall(r"^  (--[a-z-]+)", access, re.MULTILINE) == [*SUBJECTS["Access"]]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.client import Chunk, Completion, Recording
 from benchmarks.gpu import recovery
 from benchmarks.gpu.checkpoint import DEMO
 from benchmarks.gpu.disturbed import ARRIVALS_BEFORE, Course, Strike, is_restored
@@ -20,6 +19,7 @@ from benchmarks.gpu.faults import FAIL_ASSERTION, FAULTS, WRITE_ASTRAY, with_hoo
 from benchmarks.gpu.pauses import Pauses, longest_pause, pauses_after
 from benchmarks.gpu.watch import Return, Sighting, drafters_return
 from benchmarks.stack import StackError
+from foretoken.bench.completion import Chunk, Completion, Recording
 
 ROOT = Path(__file__).parents[3]
 OLD, NEW = (7, 1), (7, 2)

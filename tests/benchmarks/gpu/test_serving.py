@@ -17,11 +17,12 @@ from benchmarks.arms import ARMS
 from benchmarks.environment import ROOT
 from benchmarks.gpu import serving
 from benchmarks.gpu.serving import Measurement, chosen_arms, chosen_points, run, to_line, to_markdown
-from benchmarks.gpu.serving_figure import draw, nice_ticks
+from benchmarks.gpu.serving_figure import draw
 from benchmarks.gpu.serving_result import ServingResult
-from benchmarks.load import Clients, running_clients
 from benchmarks.stack import StackError
 from benchmarks.workloads import WORKLOADS, Point, Workload
+from foretoken.bench.load import Clients, running_clients
+from foretoken.bench.picture import nice_ticks
 
 DEMO = ROOT / "models" / "demo"
 FACTS: dict[str, Any] = {

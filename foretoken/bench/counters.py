@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.client import Address, StreamError, get
-from benchmarks.stack import StackError
+from foretoken.bench.client import Address, get
+from foretoken.bench.completion import StreamError
 
 # Labels that split a counter. Sums are taken over all others.
 KEPT_LABELS = ("phase", "reason", "drafter", "position")
@@ -19,14 +19,14 @@ def counters(address: Address) -> Counters:
     """Return all counters of ``address``, foretoken's or vLLM's, by name and kept labels.
 
     Raises:
-        StackError: the server did not answer.
+        StreamError: the server did not answer.
     """
     try:
         status, body = get(address, "/metrics", 30.0)
     except (OSError, StreamError) as error:
-        raise StackError(f"http://{address.host}:{address.port}/metrics: {error}") from error
+        raise StreamError(f"http://{address.host}:{address.port}/metrics: {error}") from error
     if status != 200:
-        raise StackError(f"/metrics: status {status}: {body[:200]!r}")
+        raise StreamError(f"/metrics: status {status}: {body[:200]!r}")
     return parse(body.decode())
 
 
@@ -60,6 +60,17 @@ def increase(before: Mapping[str, float], after: Mapping[str, float]) -> Counter
 def total(found: Mapping[str, float], name: str) -> float:
     """Return the sum of a counter over its labels."""
     return sum(value for key, value in found.items() if key.partition("{")[0] == name)
+
+
+def by_label(found: Mapping[str, float], name: str, label: str) -> Counters:
+    """Return a counter's sums by the values of one label; samples without it are left out."""
+    sums: Counters = {}
+    for key, value in found.items():
+        of_key, _, labels = key.partition("{")
+        pairs = dict(pair.partition("=")[::2] for pair in labels.rstrip("}").split(","))
+        if of_key == name and label in pairs:
+            sums[pairs[label]] = sums.get(pairs[label], 0.0) + value
+    return sums
 
 
 def tokens_per_step(found: Mapping[str, float]) -> float:

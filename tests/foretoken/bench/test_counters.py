@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.scrape import increase, parse, tokens_per_step, total
+from foretoken.bench.counters import increase, parse, tokens_per_step, total
 
 OURS = """
 # HELP foretoken_engine_steps_total Steps.

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.client import Address, StreamError, request_bytes
-from benchmarks.load import Clients, Stream, record_streams, running_clients
 from benchmarks.stack import free_ports
-from tests.benchmarks.scripted_server import STREAM_HEAD, chunk, event, scripted_server, text_event, usage_event
+from foretoken.bench import load
+from foretoken.bench.client import CHAT, Address, run_loop
+from foretoken.bench.completion import StreamError
+from foretoken.bench.load import Clients, Stream, running_clients
+from tests.support.scripted_server import STREAM_HEAD, chunk, event, scripted_server, text_event, usage_event
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +53,14 @@ def test_a_stream_sends_its_next_request_after_the_last_one(clients: Clients) ->
 
     streams = [Stream(tuple(body(f"{user}{turn}") for turn in range(3)), group=user) for user in "abc"]
     with scripted_server(script) as server:
-        load = clients.run(server.address, streams)
+        found = clients.run(server.address, streams)
     order = [request["name"] for request in server.bodies]
     assert sorted(order) == sorted(f"{user}{turn}" for user in "abc" for turn in range(3))
     for user in "abc":
         assert [name for name in order if name[0] == user] == [f"{user}{turn}" for turn in range(3)]
     assert all(len({name[0] for name in names}) == len(names) for names in together)
-    assert sorted(each.group for each in load.answers) == list("aaabbbccc")
-    assert 0 <= load.busiest <= 1.5
+    assert sorted(each.group for each in found.answers) == list("aaabbbccc")
+    assert 0 <= found.busiest <= 1.5
 
 
 def test_an_answer_has_times_counts_and_gaps(clients: Clients) -> None:
@@ -70,15 +72,79 @@ def test_an_answer_has_times_counts_and_gaps(clients: Clients) -> None:
     assert found.first_at + sum(found.gaps) == pytest.approx(found.last_at)
 
 
-def test_arrivals_wait_for_their_time() -> None:
-    now = time.perf_counter()
-    starts = [now + 0.02 * number for number in (2, 0, 1)]
+def test_arrivals_wait_for_their_time(clients: Clients) -> None:
+    streams = [Stream((body(str(number)),), starts_after=0.02 * number) for number in (2, 0, 1)]
     with scripted_server(answer) as server:
-        requests = [[request_bytes(server.address, body(str(number)))] for number in (2, 0, 1)]
-        recordings = record_streams(server.address, requests, starts, 60.0)
-    sent = [recording.sent_at for (recording,) in recordings]
-    assert all(at >= start for at, start in zip(sent, starts, strict=True))
-    assert sent[1] < sent[2] < sent[0]
+        found = clients.run(server.address, streams)
+    due = sorted(each.due_at for each in found.answers)
+    assert all(each.sent_at >= each.due_at for each in found.answers)
+    assert [later - due[0] for later in due] == pytest.approx([0, 0.02, 0.04])
+    assert len(found.lags) >= 1 and min(found.lags) >= 0 and found.ended_at > found.started_at
+
+
+def test_no_more_streams_run_than_the_limit_says_and_all_are_run(clients: Clients) -> None:
+    lock = threading.Lock()
+    running: set[str] = set()
+    most = 0
+
+    def script(request: dict[str, Any]) -> Iterator[bytes]:
+        nonlocal most
+        with lock:
+            running.add(request["name"])
+            most = max(most, len(running))
+        pieces = list(answer(request))
+        yield from pieces[:-1]
+        with lock:
+            running.discard(request["name"])
+        yield pieces[-1]
+
+    told: list[int] = []
+    with scripted_server(script) as server:
+        found = clients.drive(server.address, [Stream((body(str(i)),)) for i in range(9)], 60.0, 3, told.append)
+    assert sorted(each["name"] for each in server.bodies) == [str(i) for i in range(9)]
+    assert 1 <= most <= 3 and len(found.answers) == 9 and told[-1] == 9 and told == sorted(told)
+
+
+def test_a_conversation_carries_the_servers_answers(clients: Clients) -> None:
+    def script(request: dict[str, Any]) -> Iterator[bytes]:
+        text = f"re: {request['messages'][-1]['content']}"
+        yield STREAM_HEAD + chunk(event({"choices": [{"delta": {"content": text}, "finish_reason": "stop"}]}))
+        yield chunk(event(usage_event(2))) + chunk(event(b"[DONE]")) + chunk(b"")
+
+    bodies = tuple({"model": "m", "messages": [{"role": "user", "content": text}]} for text in ("one", "two"))
+    with scripted_server(script) as server:
+        found = clients.drive(server.address, [Stream(bodies, path=CHAT, is_conversation=True)])
+    assert server.paths == [CHAT, CHAT] and len(found.answers) == 2
+    assert [message["content"] for message in server.bodies[1]["messages"]] == ["one", "re: one", "two"]
+    assert server.bodies[1]["model"] == "m" and found.answers[1].due_at >= found.answers[0].last_at
+
+
+def test_failures_are_counted_beside_answers(clients: Clients) -> None:
+    def script(request: dict[str, Any]) -> Iterator[bytes]:
+        if request["name"] == "bad":
+            yield b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 4\r\n\r\nfull"
+        else:
+            yield from answer(request)
+
+    streams = [Stream((body("bad"), body("good"))), Stream((body("good"),))]
+    with scripted_server(script) as server:
+        found = clients.drive(server.address, streams)
+    assert found.failures == ["status 503: full"] and len(found.answers) == 2
+
+
+def test_a_held_up_event_loop_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "PROGRESS_S", 0.0)
+    held_s = 3 * load.HEARTBEAT_S
+
+    def hold_up(ended: int) -> None:
+        time.sleep(held_s)
+
+    with scripted_server(answer) as server:
+        work = load._Work(server.address, [Stream((body("a"), body("b"), body("c")))], 60.0, 1)
+        found = run_loop(load._Run(work, hold_up).load(time.perf_counter()))
+    assert len(found.answers) == 3
+    # A beat became due while the loop was held, at most one beat after that began.
+    assert max(found.lags) >= held_s - load.HEARTBEAT_S
 
 
 def test_a_refusal_is_an_error_and_the_clients_go_on(clients: Clients) -> None:

@@ -1,0 +1,1 @@
+"""Load an OpenAI-compatible server and measure it: ``foretoken bench``."""
