@@ -147,6 +147,7 @@ class GatewaySettings(ServedModelSettings):
     liveness_socket: Annotated[Path | None, Flag(hidden=True)] = Field(
         default=None, description="Socket on which the supervisor asks when the event loop last turned."
     )
+    disable_playground: bool = Field(default=False, description="Serve no page at /.")
     vllm_metric_names: bool = Field(
         default=False, description="Also show all metrics that vLLM has under vLLM's names."
     )

@@ -48,6 +48,9 @@ ROUTES = (
     Route("GET", "/ping", Who.PUBLIC),
     # Without a key it says only whether the server is ready.
     Route("GET", "/ready", Who.PUBLIC),
+    # The page itself; what it calls needs a key.
+    Route("GET", "/", Who.PUBLIC),
+    Route("GET", "/playground/{name}", Who.PUBLIC),
     Route("GET", "/version", Who.CALLER),
     Route("GET", "/metrics", Who.OBSERVER),
     Route("GET", "/openapi.json", Who.CALLER),
