@@ -26,6 +26,7 @@ from gateway.messages import VerifierInfo
 from gateway.openai.api import openai_router
 from gateway.openapi.document import complete, methods_of
 from gateway.openapi.page import SECURITY_POLICY, page
+from gateway.operator.activity import activity_router
 from gateway.operator.corpora import corpora_router
 from gateway.operator.drafters import drafters_router
 from gateway.playground.routes import playground_router
@@ -49,6 +50,7 @@ def create_app(core: GatewayCore) -> FastAPI:
     if not core.settings.disable_playground:
         app.include_router(playground_router())
     if core.admin_key is not None:
+        app.include_router(activity_router(core))
         app.include_router(corpora_router(core))
         app.include_router(drafters_router(core))
     _add_operator_routes(app, core)

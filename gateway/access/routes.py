@@ -85,6 +85,7 @@ ROUTES = (
     Route("POST", "/v1/drafters", Who.OPERATOR),
     Route("GET", "/v1/drafters", Who.OPERATOR),
     Route("DELETE", "/v1/drafters/{name}", Who.OPERATOR),
+    Route("GET", "/v1/activity", Who.OPERATOR),
 )
 RPCS = (
     Rpc("foretoken.gateway.v1.GatewayService", "Generate", Who.CALLER),

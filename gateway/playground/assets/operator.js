@@ -131,8 +131,10 @@ function loadTiles({address, up, num_running: running, num_waiting: waiting, max
 
 function requestRow(request) {
   const ended = new Date(1e3 * request.ended_at).toLocaleTimeString();
-  const speed = request.tokens_per_second;
   const first = request.time_to_first_token_ms;
+  // From the first token to the end.
+  const seconds = first === null ? 0 : (request.duration_ms - first) / 1e3;
+  const speed = seconds > 0 && request.completion_tokens > 1 ? (request.completion_tokens - 1) / seconds : null;
   const numbers = [
     request.prompt_tokens, request.completion_tokens, first === null ? "–" : `${number(first)} ms`, number(speed),
     request.draft_tokens ? percent(request.accepted_tokens / request.draft_tokens) : "–",
