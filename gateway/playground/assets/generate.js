@@ -55,7 +55,7 @@ export class Generator {
     byId("prompt").value = this.prompts[kind];
     byId("prompt-label").textContent = this.isChat ? "Message" : "Prompt";
     byId("turns").replaceChildren(...this.turns[kind]);
-    byId("turns").classList.toggle("chat", this.isChat);
+    document.querySelector(".bench").classList.toggle("chat", this.isChat);
     byId("system-field").hidden = byId("clear").hidden = !this.isChat;
     showAlert(byId("alert"));
   }
@@ -71,9 +71,9 @@ export class Generator {
   offerDrafters() {
     const chosen = byId("drafter").value || "auto";
     const {drafters} = this.sources;
-    const options = [["auto", "auto: the server decides"], ...drafters.map(({name, state}) => [name, state === "attached" ? name : `${name} (${state})`])];
-    if (drafters.length > 1) options.push(["merge", "merge: all together"]);
-    options.push([NO_DRAFTER, "none: plain decoding"]);
+    const options = [["auto", "auto"], ...drafters.map(({name, state}) => [name, state === "attached" ? name : `${name} (${state})`])];
+    if (drafters.length > 1) options.push(["merge", "merge all"]);
+    options.push([NO_DRAFTER, "none: plain"]);
     byId("drafter").replaceChildren(...options.map(([value, text]) => element("option", {value, text})));
     byId("drafter").value = options.some(([value]) => value === chosen) ? chosen : "auto";
     this.allowComparing();
@@ -231,12 +231,13 @@ class Turn {
     const isSame = first < 0 && ours.length === theirs.length;
     const speeds = [drafted.speed ?? drafted.liveSpeed, plain.speed ?? plain.liveSpeed];
     const ratio = speeds[0] && speeds[1] ? speeds[0] / speeds[1] : null;
-    const speed = ratio === null ? "too short to time" : `${ratio.toFixed(2)} × the speed`;
+    const speed = ratio === null ? "too short to time" : `${ratio.toFixed(2)} × as fast`;
     const same = isSame
-      ? `The same text, token for token: ${ours.length} of ${ours.length} tokens.`
+      ? `The same text: all ${ours.length} tokens are equal.`
       : `The texts differ from token ${(first < 0 ? Math.min(ours.length, theirs.length) : first) + 1} on. On a GPU near-ties may be rounded differently; --numerics strict prevents that.`;
     this.verdict.replaceChildren(element("strong", {text: speed}), element("span", {text: same}));
     this.verdict.classList.toggle("same", isSame);
+    this.verdict.classList.toggle("faster", ratio > 1);
     this.verdict.hidden = false;
     announce(`Done. ${speed}. ${same} ${percent(drafted.tokenIds.length ? drafted.numAccepted / drafted.tokenIds.length : 0)} was written by drafters.`);
   }

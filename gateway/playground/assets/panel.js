@@ -20,6 +20,7 @@ export class Panel {
   constructor(title, sources, {isPlain, showsTrees}) {
     this.sources = sources;
     this.isPlain = isPlain;
+    this.state = "";
     this.numAccepted = this.numSteps = 0;
     this.firstAt = this.lastAt = null;
     this.waiting = [];
@@ -38,8 +39,10 @@ export class Panel {
     }
   }
 
-  say(text) {
-    this.note.textContent = text;
+  // Says how far the run is.
+  say(state) {
+    this.state = state;
+    this.showFigures();
   }
 
   // Takes one event of the stream.
@@ -95,9 +98,7 @@ export class Panel {
     const {output} = this;
     const follows = output.scrollHeight - output.scrollTop - output.clientHeight < FOLLOW_PX;
     for (const {text, className} of this.waiting) {
-      const last = output.lastElementChild;
-      if (last && last.dataset.source === className) last.append(text);
-      else output.append(element("span", {class: `token ${className}`, "data-source": className, text}));
+      output.append(...this.spans(text, className));
     }
     this.waiting = [];
     if (follows) output.scrollTop = output.scrollHeight;
@@ -106,6 +107,12 @@ export class Panel {
       drawTree(this.tree, this.lastTree, this.sources);
       this.lastTree = null;
     }
+  }
+
+  // Indents get no underline.
+  spans(text, className) {
+    if (!className) return [text];
+    return text.split(/(^\s+|\n\s*)/).filter(Boolean).map((part) => element("span", {class: part.trim() ? `token ${className}` : `token space ${className}`, text: part}));
   }
 
   get liveSpeed() {
@@ -117,7 +124,7 @@ export class Panel {
   showFigures() {
     const count = this.tokenIds.length;
     this.figure("tokens a second", number(this.speed ?? this.liveSpeed));
-    this.figure("tokens", String(count));
+    this.note.textContent = count ? `${count} tokens, ${this.state}` : this.state;
     if (this.isPlain) return;
     const decoded = this.numAccepted + this.numSteps;
     this.figure("tokens a step", this.numSteps ? (decoded / this.numSteps).toFixed(2) : "–");
