@@ -31,7 +31,9 @@ async def test_the_page_and_its_files_are_served_with_a_strict_policy(stack: Sta
         assert answer.headers["content-type"] == wanted
     policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
-    assert not {"unsafe-inline", "unsafe-eval", "data:", "blob:", "*", "http:", "https:"} & set(re.split(r"[\s;']+", policy))
+    assert not {"unsafe-inline", "unsafe-eval", "data:", "blob:", "*", "http:", "https:"} & set(
+        re.split(r"[\s;']+", policy)
+    )
 
 
 async def test_a_browser_fetches_a_file_again_only_if_it_has_changed(stack: Stack) -> None:
@@ -59,7 +61,9 @@ def test_the_page_keeps_its_own_policy_and_needs_no_network() -> None:
         addresses = set(re.findall(r"https?://[^\"'\s)]+", text))
         assert addresses <= {"http://www.w3.org/2000/svg"}, name
         assert {f"./{path.name}" for path in ASSETS.iterdir()} >= set(re.findall(r'from "([^"]+)"', text))
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|localStorage|cookie", text)
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|localStorage|cookie", text
+        )
 
 
 def test_the_wheel_and_the_package_have_all_files() -> None:

@@ -68,7 +68,10 @@ async def test_a_typed_prompt_streams_in_colours(stack: Stack, opened: Opened) -
     assert list(sequence.prompt_token_ids) == stack.ids("hello world")
     coloured = "".join(await page.locator(".output .d0").all_text_contents())
     ids = stack.ids(TEXT)
-    sources = [0, *(source for start in range(1, len(ids), 4) for source in [1] * (len(ids[start : start + 4]) - 1) + [0])]
+    sources = [
+        0,
+        *(source for start in range(1, len(ids), 4) for source in [1] * (len(ids[start : start + 4]) - 1) + [0]),
+    ]
     wanted = "".join(stack.tokenizer.token_text(i)[0] for i, source in zip(ids, sources, strict=True) if source)
     assert coloured == wanted and 0 < len(wanted) < len(TEXT)
     figures = await text_of(opened, ".figures")
@@ -338,9 +341,7 @@ class TestKeys:
         await other.goto(stack.url)
         await other.wait_for_selector("dialog[open]")
 
-    async def test_the_operator_attaches_and_detaches(
-        self, changes: list[str], stack: Stack, opened: Opened
-    ) -> None:
+    async def test_the_operator_attaches_and_detaches(self, changes: list[str], stack: Stack, opened: Opened) -> None:
         page = opened.page
         opened.refused = {401, 403}
         await page.locator("dialog[open]").wait_for()
