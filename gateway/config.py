@@ -153,7 +153,10 @@ class GatewaySettings(ServedModelSettings):
     )
     admin_api_key_file: Annotated[
         Path | None, Flag(metavar="PATH", env="FORETOKEN_ADMIN_API_KEY_FILE", unset="none: no such endpoints")
-    ] = Field(default=None, description="File with the key of the operator's endpoints /v1/corpora and /v1/drafters.")
+    ] = Field(
+        default=None,
+        description="File with the key of the operator's endpoints /v1/corpora, /v1/drafters and /v1/activity.",
+    )
     api_keys: Annotated[
         tuple[SecretStr, ...],
         Flag("--api-key", metavar="KEY", env="FORETOKEN_API_KEY", unset="none: clients need no key", secret=True),

@@ -178,8 +178,12 @@ class Turn {
     const parts = this.isChat ? [element("p", {class: "said", text: this.prompt})] : [];
     const panels = element("div", {class: this.compares ? "panels two" : "panels"}, ...this.panels.map((panel) => panel.element));
     this.parts = [...parts, this.verdict, panels];
-    if (this.isChat) turns.append(...this.parts);
-    else turns.replaceChildren(...this.parts);
+    if (this.isChat) {
+      turns.append(...this.parts);
+      byId("prompt").value = "";
+    } else {
+      turns.replaceChildren(...this.parts);
+    }
     panels.scrollIntoView({block: "nearest"});
   }
 
@@ -187,8 +191,10 @@ class Turn {
     return this.panels[0].tokenIds.length > 0;
   }
 
+  // Gives the prompt back for another try.
   remove() {
     for (const part of this.parts) part.remove();
+    byId("prompt").value ||= this.prompt;
   }
 
   endAs(word) {
@@ -208,7 +214,6 @@ class Turn {
     } else {
       announce(`Done: ${drafted.tokenIds.length} tokens, ${number(drafted.speed ?? drafted.liveSpeed)} tokens a second.`);
     }
-    if (this.isChat) byId("prompt").value = "";
   }
 
   async stream(panel, body, signal) {

@@ -87,9 +87,9 @@ export class OperatorView {
 
   draw({num_requests: numRequests, num_waiting: numWaiting, verifiers, requests}) {
     byId("load").replaceChildren(
-      tile(numRequests, "requests in this gateway process"),
-      tile(numWaiting, "sequences that wait for a verifier"),
-      ...verifiers.flatMap(loadTiles),
+      tile(numRequests, "requests in the gateway"),
+      tile(numWaiting, "sequences wait for a verifier"),
+      ...verifiers.flatMap((verifier) => loadTiles(verifier, verifiers.length > 1)),
     );
     // A redrawn button would lose the focus.
     const rows = verifiers.flatMap(({address, drafters}) => drafters.map((drafter) => ({verifier: address, ...drafter})));
@@ -107,9 +107,10 @@ export class OperatorView {
     if (reason) shown.append(element("span", {class: "soft", text: ` ${reason}`}));
     if (attaches > 1) shown.append(element("span", {class: "soft", text: ` attached ${attaches} times`}));
     return element(
-      "tr", {}, element("td", {text: name}), shown, ...[algorithm, transport, address || "in the verifier"].map((text) => element("td", {text})),
-      element("td", {class: "number", text: String(drafted)}), element("td", {class: "number", text: drafted ? percent(accepted / drafted) : "–"}),
-      element("td", {text: verifier}), element("td", {}, ...(state === "detached" ? [] : [detach])),
+      "tr", {}, element("td", {text: name}), shown, element("td", {}, ...(state === "detached" ? [] : [detach])),
+      element("td", {text: algorithm}), element("td", {class: "number", text: String(drafted)}),
+      element("td", {class: "number", text: drafted ? percent(accepted / drafted) : "–"}),
+      ...[transport, address || "in the verifier", verifier].map((text) => element("td", {text})),
     );
   }
 }
@@ -118,14 +119,14 @@ function tile(value, words, ...more) {
   return element("div", {class: "tile"}, element("b", {text: String(value)}), element("span", {text: words}), ...more);
 }
 
-function loadTiles({address, up, num_running: running, num_waiting: waiting, max_queue: room, num_blocks: blocks, num_free_blocks: free}) {
-  if (!up) return [tile("down", address)];
+function loadTiles({address, up, num_running: running, num_waiting: waiting, max_queue: room, num_blocks: blocks, num_free_blocks: free}, isNamed) {
+  if (!up) return [tile("down", `verifier at ${address}`)];
   const fill = blocks ? (blocks - free) / blocks : 0;
   const meter = element("meter", {min: "0", max: "1", value: String(fill), "aria-label": "KV cache in use"});
   return [
-    tile(running, `sequences run at ${address}`),
-    tile(waiting, `wait in its queue of ${room}`),
-    tile(percent(fill), `of its ${blocks} KV blocks are in use`, meter),
+    tile(running, isNamed ? `sequences run at ${address}` : "sequences run"),
+    tile(waiting, `sequences in the queue, which holds ${room}`),
+    tile(percent(fill), `of ${blocks} KV blocks are in use`, meter),
   ];
 }
 

@@ -2,10 +2,10 @@
 
 import {element, svg} from "./dom.js";
 
-const COLUMN = 118;
+const COLUMN = 92;
 const ROW = 30;
-const BOX = {width: 96, height: 22};
-const MAX_CHARS = 11;
+const BOX = {width: 74, height: 22};
+const MAX_CHARS = 8;
 
 export function drawTree(place, tree, sources) {
   const kept = new Set([0, ...tree.accepted]);
