@@ -106,6 +106,16 @@ async def test_a_text_that_differs_is_shown_as_such(stack: Stack, opened: Opened
     assert await opened.page.locator(".verdict.same").count() == 0
 
 
+async def test_a_models_text_never_becomes_html(stack: Stack, opened: Opened) -> None:
+    hostile = '<img src=x onerror="document.title=1"><script>document.title=1</script>&lt;b&gt;'
+    stack.verifier.script = drafted(stack, hostile)
+    await opened.page.click("#run")
+    await opened.page.wait_for_selector(".verdict.same")
+    assert await opened.page.locator(".output").all_text_contents() == [hostile, hostile]
+    assert await opened.page.locator(".output *:not(span)").count() == 0
+    assert await opened.page.title() == "foretoken"
+
+
 async def test_stop_ends_the_run_and_keeps_the_text(stack: Stack, opened: Opened) -> None:
     never = asyncio.Event()
     stack.verifier.script = lambda player: paused(player, stack.ids("hello world"), never)

@@ -49,9 +49,12 @@ async function refresh() {
 function show({model, version, verifiers}) {
   const up = verifiers.filter((verifier) => verifier.device);
   const [first] = up;
-  byId("server").textContent = first ? `${model} on ${first.device}, ${first.dtype}, ${first.mode}` : `${model}: no verifier is up`;
+  const where = first ? ` on ${first.device}, ${first.dtype}, ${first.mode}` : ": no verifier is up";
+  byId("server").textContent = model + where;
   byId("version").textContent = `foretoken ${version}`;
-  if (first && (sources.take(first.drafters) || !byId("drafter").options.length)) generator.offerDrafters();
+  if (!first) return;
+  const isNew = sources.take(first.drafters);
+  if (isNew || !byId("drafter").options.length) generator.offerDrafters();
 }
 
 await refresh();

@@ -59,7 +59,8 @@ export class OperatorView {
       showAlert(byId("operator-alert"));
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
-      showAlert(byId("operator-alert"), error.status === 404 && error.message.includes("Not Found") ? NO_ENDPOINTS : error.message);
+      const isMissing = error.status === 404 && error.message.includes("Not Found");
+      showAlert(byId("operator-alert"), isMissing ? NO_ENDPOINTS : error.message);
       if ([401, 403].includes(error.status)) {
         operatorKey.value = "";
         this.close();
@@ -70,7 +71,8 @@ export class OperatorView {
   async attach() {
     const [name, address] = [byId("attach-name").value.trim(), byId("attach-address").value.trim()];
     await this.guarded(async () => {
-      await getJson("v1/drafters", {method: "POST", key: operatorKey, body: {name, address, transport: byId("attach-transport").value}});
+      const body = {name, address, transport: byId("attach-transport").value};
+      await getJson("v1/drafters", {method: "POST", key: operatorKey, body});
       byId("attach").reset();
       announce(`${name} is being attached.`);
       await this.refresh();
@@ -79,7 +81,8 @@ export class OperatorView {
 
   async detach(name, verifier) {
     await this.guarded(async () => {
-      await getJson(`v1/drafters/${encodeURIComponent(name)}?verifier=${encodeURIComponent(verifier)}`, {method: "DELETE", key: operatorKey});
+      const path = `v1/drafters/${encodeURIComponent(name)}?${new URLSearchParams({verifier})}`;
+      await getJson(path, {method: "DELETE", key: operatorKey});
       announce(`${name} is detached.`);
       await this.refresh();
     });
@@ -97,11 +100,16 @@ export class OperatorView {
     byId("drafters").replaceChildren(...rows.map((row) => this.drafterRow(row)));
     if (focused) byId("drafters").querySelector(`[data-detach="${CSS.escape(focused)}"]`)?.focus();
     byId("requests").replaceChildren(...requests.map(requestRow));
-    if (!requests.length) byId("requests").append(element("tr", {}, element("td", {colspan: "10", class: "soft", text: "None."})));
+    if (!requests.length) {
+      byId("requests").append(element("tr", {}, element("td", {colspan: "10", class: "soft", text: "None."})));
+    }
   }
 
-  drafterRow({verifier, name, state, reason, algorithm, transport, address, num_attaches: attaches, num_draft_tokens: drafted, num_accepted_tokens: accepted}) {
-    const detach = element("button", {type: "button", text: "Detach", "data-detach": `${verifier} ${name}`, "aria-label": `Detach ${name}`});
+  drafterRow(drafter) {
+    const {verifier, name, state, reason, algorithm, transport, address, num_attaches: attaches} = drafter;
+    const {num_draft_tokens: drafted, num_accepted_tokens: accepted} = drafter;
+    const detach = element("button", {type: "button", text: "Detach", "aria-label": `Detach ${name}`});
+    detach.dataset.detach = `${verifier} ${name}`;
     detach.addEventListener("click", () => this.detach(name, verifier));
     const shown = element("td", {}, element("span", {class: `state-${state}`, text: state}));
     if (reason) shown.append(element("span", {class: "soft", text: ` ${reason}`}));
@@ -119,7 +127,10 @@ function tile(value, words, ...more) {
   return element("div", {class: "tile"}, element("b", {text: String(value)}), element("span", {text: words}), ...more);
 }
 
-function loadTiles({address, up, num_running: running, num_waiting: waiting, max_queue: room, num_blocks: blocks, num_free_blocks: free}, isNamed) {
+// ``isNamed``: whether to say which verifier it is.
+function loadTiles(verifier, isNamed) {
+  const {address, up, num_running: running, num_waiting: waiting, max_queue: room} = verifier;
+  const {num_blocks: blocks, num_free_blocks: free} = verifier;
   if (!up) return [tile("down", `verifier at ${address}`)];
   const fill = blocks ? (blocks - free) / blocks : 0;
   const meter = element("meter", {min: "0", max: "1", value: String(fill), "aria-label": "KV cache in use"});

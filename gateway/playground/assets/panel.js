@@ -17,7 +17,7 @@ export class Panel {
   // Tokens a second, once known.
   speed = null;
 
-  constructor(title, sources, {isPlain, showsTrees}) {
+  constructor(title, sources, {isPlain = false, showsTrees = false}) {
     this.sources = sources;
     this.isPlain = isPlain;
     this.state = "";
@@ -60,7 +60,9 @@ export class Panel {
       this.firstAt ??= now;
       this.lastAt = now;
     }
-    texts.forEach((text, index) => this.addToken(choice.token_ids[index], text, sources[index], choice.token_predicted?.[index]));
+    texts.forEach((text, index) => {
+      this.addToken(choice.token_ids[index], text, sources[index], choice.token_predicted?.[index]);
+    });
     const joined = texts.join("");
     // Text that waited for its token's end, or for a stop string.
     if (content.length > joined.length && content.startsWith(joined)) this.append(content.slice(joined.length), "");
@@ -112,7 +114,13 @@ export class Panel {
   // Indents get no underline.
   spans(text, className) {
     if (!className) return [text];
-    return text.split(/(^\s+|\n\s*)/).filter(Boolean).map((part) => element("span", {class: part.trim() ? `token ${className}` : `token space ${className}`, text: part}));
+    const parts = text.split(/(^\s+|\n\s*)/).filter(Boolean);
+    return parts.map((part) => element("span", {class: `token ${part.trim() ? "" : "space"} ${className}`, text: part}));
+  }
+
+  // The server's own figure, once it is known.
+  get bestSpeed() {
+    return this.speed ?? this.liveSpeed;
   }
 
   get liveSpeed() {
@@ -123,7 +131,7 @@ export class Panel {
 
   showFigures() {
     const count = this.tokenIds.length;
-    this.figure("tokens a second", number(this.speed ?? this.liveSpeed));
+    this.figure("tokens a second", number(this.bestSpeed));
     this.note.textContent = count ? `${count} tokens, ${this.state}` : this.state;
     if (this.isPlain) return;
     const decoded = this.numAccepted + this.numSteps;

@@ -31,8 +31,9 @@ export function drawTree(place, tree, sources) {
   });
   const path = tree.accepted.map((node) => tree.token_texts[node]).join("");
   const drafted = tree.parents.length - 1;
-  const words = `${drafted} drafted ${drafted === 1 ? "token" : "tokens"}, ${tree.accepted.length} kept${path ? `: ${path}` : ""}`;
-  const picture = svg("svg", {width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Draft tree: ${words}`});
+  const words = `${drafted} drafted ${drafted === 1 ? "token" : "tokens"}, ${tree.accepted.length} kept`;
+  const name = `Draft tree: ${words}${path ? `: ${path}` : ""}`;
+  const picture = svg("svg", {width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": name});
   picture.append(...edges.map(([path]) => path), ...boxes);
   place.replaceChildren(
     element("p", {class: "soft", text: `Draft tree of the last step: ${drafted} drafted, ${tree.accepted.length} kept.`}),
