@@ -140,13 +140,17 @@ async def test_a_refusal_and_a_failure_are_shown(stack: Stack, opened: Opened) -
     assert "temperature" in await alert.inner_text() and not stack.verifier.submitted
     await page.fill("#temperature", "0")
 
+    may_fail = asyncio.Event()
+
     async def fail(player: Player) -> None:
         player.tokens(stack.ids("hello"))
-        await asyncio.sleep(0)
+        await may_fail.wait()
         player.error(grpc.StatusCode.DEADLINE_EXCEEDED, "the request's deadline has passed")
 
     stack.verifier.script = fail
     await page.click("#run")
+    await page.wait_for_selector(".output:has-text('hello')")
+    may_fail.set()
     await page.wait_for_selector("#alert:has-text('deadline')")
     assert "hello" in await text_of(opened, ".output") and await page.is_enabled("#run")
     stack.verifier.script = steps(stack.ids("stop here"))
