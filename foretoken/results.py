@@ -44,6 +44,22 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class VerifiedTree(NamedTuple):
+    """A draft tree that a step verified: one entry per node, the root first.
+
+    Attributes:
+        token_ids: the nodes' tokens; the root's is the last one before the step.
+        parents: -1 for the root; below the node's own index for the others.
+        sources: the drafter's number for each node; 0 for the root.
+        accepted: the nodes whose tokens were accepted, from the root on.
+    """
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    sources: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
 class DrafterStats(NamedTuple):
     """Counts of one drafter; ``accepted_per_position[k]`` counts accepted tokens at depth k + 1."""
 

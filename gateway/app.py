@@ -26,8 +26,10 @@ from gateway.messages import VerifierInfo
 from gateway.openai.api import openai_router
 from gateway.openapi.document import complete, methods_of
 from gateway.openapi.page import SECURITY_POLICY, page
+from gateway.operator.activity import activity_router
 from gateway.operator.corpora import corpora_router
 from gateway.operator.drafters import drafters_router
+from gateway.playground.routes import playground_router
 from gateway.responses.api import responses_router
 from gateway.sglang.control import control_router
 from gateway.sglang.generate import generate_router
@@ -45,7 +47,10 @@ def create_app(core: GatewayCore) -> FastAPI:
     app.include_router(info_router(core))
     app.include_router(control_router(core))
     app.include_router(tokenize_router(core))
+    if not core.settings.disable_playground:
+        app.include_router(playground_router())
     if core.admin_key is not None:
+        app.include_router(activity_router(core))
         app.include_router(corpora_router(core))
         app.include_router(drafters_router(core))
     _add_operator_routes(app, core)

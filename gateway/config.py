@@ -147,12 +147,16 @@ class GatewaySettings(ServedModelSettings):
     liveness_socket: Annotated[Path | None, Flag(hidden=True)] = Field(
         default=None, description="Socket on which the supervisor asks when the event loop last turned."
     )
+    disable_playground: bool = Field(default=False, description="Serve no page at /.")
     vllm_metric_names: bool = Field(
         default=False, description="Also show all metrics that vLLM has under vLLM's names."
     )
     admin_api_key_file: Annotated[
         Path | None, Flag(metavar="PATH", env="FORETOKEN_ADMIN_API_KEY_FILE", unset="none: no such endpoints")
-    ] = Field(default=None, description="File with the key of the operator's endpoints /v1/corpora and /v1/drafters.")
+    ] = Field(
+        default=None,
+        description="File with the key of the operator's endpoints /v1/corpora, /v1/drafters and /v1/activity.",
+    )
     api_keys: Annotated[
         tuple[SecretStr, ...],
         Flag("--api-key", metavar="KEY", env="FORETOKEN_API_KEY", unset="none: clients need no key", secret=True),

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
 
 from foretoken import limits
 from foretoken.errors import ForetokenError, InvalidRequestError, NotFoundError, QueueFullError, UnavailableError
@@ -23,6 +24,7 @@ from gateway.config import GatewaySettings
 from gateway.generation import ClientGoneError, Generation, GenerationRequest
 from gateway.messages import VerifierInfo
 from gateway.metrics import GatewayMetrics
+from gateway.recent_requests import RecentRequests
 from gateway.request_span import end_span, refused_span, start_span
 from gateway.running import RunningRequests
 from gateway.sampling_defaults import SamplingDefaults
@@ -71,6 +73,9 @@ class GatewayCore:
         self.running = RunningRequests()
         # Aborts a tenant's requests by name, in all gateway processes.
         self.abort: Callable[[str | None, str], Awaitable[int]] = self._abort_here
+        self.recent = RecentRequests()
+        # What all gateway processes do, one entry each.
+        self.activity: Callable[[], Awaitable[list[dict[str, Any]]]] = self._activity_here
         self.sampling_defaults = (
             SamplingDefaults.of_checkpoint(settings.model)
             if settings.generation_config == "auto"
@@ -198,6 +203,17 @@ class GatewayCore:
     async def _abort_here(self, name: str | None, tenant: str) -> int:
         return self.running.abort(name, tenant)
 
+    def own_activity(self) -> dict[str, Any]:
+        """Return what this process does now, and the requests that it ended lately."""
+        return {
+            "num_requests": self.admission.num_requests,
+            "num_waiting": self.verifiers.num_waiting,
+            "requests": self.recent.latest(),
+        }
+
+    async def _activity_here(self) -> list[dict[str, Any]]:
+        return [self.own_activity()]
+
     def reject(self, error: ForetokenError, *, api: str, client_id: str, trace: TraceContext | None) -> None:
         """Count, log and trace a request that was refused before it ran, unless already done."""
         if error.is_reported:
@@ -239,26 +255,30 @@ class GatewayCore:
         request, outputs = generation.request, generation.outputs
         stats = generation.speculation
         first_s = generation.time_to_first_token_s
+        figures = {
+            "api": api,
+            "outcome": failure or "ok",
+            "prompt_tokens": generation.prompt_tokens,
+            "cached_tokens": generation.cached_tokens,
+            "completion_tokens": generation.completion_tokens,
+            "time_to_first_token_ms": None if first_s is None else round(1e3 * first_s, 3),
+            "duration_ms": round(1e3 * seconds, 3),
+            "resumes": generation.num_resumes,
+            "drafter": stats.drafter,
+            "decode_steps": stats.num_decode_steps,
+            "draft_tokens": stats.num_draft_tokens,
+            "accepted_tokens": stats.num_accepted_tokens,
+            **caller.log_fields,
+        }
+        self.recent.add(figures)
         logger.info(
             "request",
             extra={
                 "request_id": request.id,
                 "client_request_id": client_id,
                 "trace_id": request.trace.trace_id if request.trace else None,
-                "api": api,
-                "outcome": failure or "ok",
                 "finish_reasons": [output.finish_reason and output.finish_reason.value for output in outputs],
-                "prompt_tokens": generation.prompt_tokens,
-                "cached_tokens": generation.cached_tokens,
-                "completion_tokens": generation.completion_tokens,
-                "time_to_first_token_ms": None if first_s is None else round(1e3 * first_s, 3),
-                "duration_ms": round(1e3 * seconds, 3),
-                "resumes": generation.num_resumes,
-                "drafter": stats.drafter,
-                "decode_steps": stats.num_decode_steps,
-                "draft_tokens": stats.num_draft_tokens,
-                "accepted_tokens": stats.num_accepted_tokens,
-                **caller.log_fields,
+                **figures,
             },
         )
 

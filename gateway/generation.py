@@ -15,7 +15,7 @@ from typing import Protocol
 
 from foretoken import limits
 from foretoken.errors import ForetokenError, UnavailableError
-from foretoken.results import FinishReason, SpeculationStats, TokenLogprobs
+from foretoken.results import FinishReason, SpeculationStats, TokenLogprobs, VerifiedTree
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tracing import TraceContext
 from gateway.chat.grammar_fault import name_grammar_fault
@@ -72,6 +72,8 @@ class GenerationRequest:
     prediction_ids: tuple[int, ...] = ()
     # Lower numbers start first.
     priority: int = 0
+    # Whether the answer shows the trees that its steps verify.
+    returns_trees: bool = False
 
     @property
     def num_outputs(self) -> int:
@@ -99,8 +101,12 @@ class Delta:
     # The text that each of these tokens added.
     token_texts: list[str] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
+    # For each token, whether the prediction had it there; empty without a prediction.
+    predicted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # The newest draft tree that was verified for these tokens, if requested.
+    tree: VerifiedTree | None = None
     # The tokens' text, and at the end the text that waited.
     text: str = ""
     finished: bool = False
@@ -189,7 +195,7 @@ class Output:
     def on_tokens(self, tokens: NewTokens) -> None:
         if self.finish_reason is not None:
             return
-        ids, sources, logprobs, prompt_logprobs, _ = tokens
+        ids, sources, logprobs, prompt_logprobs, _, tree = tokens
         texts = self._text.feed(ids)
         kept = len(texts)
         if kept < len(ids):
@@ -197,17 +203,21 @@ class Output:
             ids, sources, logprobs = ids[:kept], sources[:kept], logprobs[:kept]
         delta = self._delta
         if delta is None:
-            self._delta = Delta(self.index, [*ids], texts, [*sources], [*logprobs], [*prompt_logprobs])
+            delta = self._delta = Delta(
+                self.index, [*ids], texts, [*sources], logprobs=[*logprobs], prompt_logprobs=[*prompt_logprobs]
+            )
         else:
             delta.token_ids += ids
             delta.token_texts += texts
             delta.sources += sources
             delta.logprobs += logprobs
             delta.prompt_logprobs += prompt_logprobs
+        if tree is not None:
+            delta.tree = tree
         self.token_ids += ids
         self.sources += sources
         if self.spec.prediction_ids:
-            self.prediction.feed(ids)
+            delta.predicted += self.prediction.feed(ids)
         if kept:
             self.times.record(kept)
         if self._text.matched is not None:
@@ -488,6 +498,7 @@ def _specs(request: GenerationRequest, max_model_len: int) -> list[SequenceSpec]
                     trace=request.trace,
                     prediction_ids=request.prediction_ids,
                     priority=request.priority,
+                    returns_trees=request.returns_trees,
                 )
             )
     return specs

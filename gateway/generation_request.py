@@ -36,4 +36,5 @@ async def generation_request(
         schema_tools=options.reply.schema_tools,
         prediction_ids=await core.texts.encode_prediction(options.prediction, field="prediction.content"),
         priority=options.priority,
+        returns_trees=options.return_draft_tree,
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from foretoken.errors import ForetokenError
 from foretoken.limits import ModelLimits
-from foretoken.results import FinishReason, SpeculationStats, TokenLogprobs
+from foretoken.results import FinishReason, SpeculationStats, TokenLogprobs, VerifiedTree
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tracing import TraceContext
 
@@ -47,6 +47,8 @@ class SequenceSpec:
     prediction_ids: tuple[int, ...] = ()
     # Lower numbers start first.
     priority: int = 0
+    # Whether its tokens come with the trees that its steps verify.
+    returns_trees: bool = False
     # The model that produced the output so far; a verifier with another model refuses.
     model_fingerprint: str | None = None
 
@@ -71,6 +73,8 @@ class NewTokens(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     # Prompt tokens found in the prefix cache; only with the first tokens of an attempt.
     num_cached_tokens: int | None = None
+    # The newest draft tree that was verified for these tokens, if requested.
+    tree: VerifiedTree | None = None
 
 
 class OutputSink(Protocol):

@@ -85,9 +85,10 @@ class PredictionMatch:
         """Predicted tokens that did not come true so far."""
         return len(self._prediction) - len(self._came_true)
 
-    def feed(self, token_ids: Iterable[int]) -> None:
-        """Match the output's next tokens."""
+    def feed(self, token_ids: Iterable[int]) -> list[bool]:
+        """Match the output's next tokens; return for each whether it was predicted."""
         prediction = self._prediction
+        matches = []
         for token_id in token_ids:
             if self._cursor < len(prediction) and prediction[self._cursor] == token_id:
                 self._came_true.add(self._cursor)
@@ -97,6 +98,8 @@ class PredictionMatch:
                 self._cursor = self._place_after(token_id)
                 self._was_true = False
             self._last = token_id
+            matches.append(self._was_true)
+        return matches
 
     def _place_after(self, token_id: int) -> int:
         """Return the cursor after a token that was not the cursor's."""

@@ -113,6 +113,7 @@ class SequenceRoutes:
                 wire.logprobs_from_proto(logprobs[known:]) if logprobs else (),
                 wire.logprobs_from_proto(prompt_logprobs) if prompt_logprobs else (),
                 tokens.num_cached_tokens if tokens.HasField("num_cached_tokens") else None,
+                verifier_wire.tree_from_proto(tokens.tree) if tokens.HasField("tree") else None,
             )
         )
 

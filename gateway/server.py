@@ -35,6 +35,7 @@ from gateway.grpc.bodies import BodyInterceptor
 from gateway.http_protocol import KEEP_ALIVE_S, HttpProtocol, max_connections
 from gateway.sockets import BACKLOG, bracketed, hold, listen
 from gateway.worker_aborts import abort_in_all_workers, aborts_socket, serve_aborts
+from gateway.worker_activity import activity_of_all_workers, activity_socket, serve_activity
 from gateway.worker_metrics import serve_text, totals_of_all_workers
 from protos import gateway_pb2_grpc
 
@@ -171,7 +172,9 @@ class Gateway:
 
         folder, number = path.parent, int(path.stem.rpartition("-")[2])
         self.core.abort = functools.partial(abort_in_all_workers, folder, self._settings.num_workers)
+        self.core.activity = functools.partial(activity_of_all_workers, folder, self._settings.num_workers)
         async with (
+            serve_activity(activity_socket(folder, number), self.core.own_activity),
             serve_aborts(aborts_socket(folder, number), self.core.running.abort),
             serve_text(path, own_counts),
         ):

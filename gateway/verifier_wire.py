@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from foretoken import wire
+from foretoken.results import VerifiedTree
 from gateway.messages import DrafterInfo, Finished, SequenceSpec, VerifierInfo, VerifierLoad
 from protos import verifier_pb2
 
@@ -30,6 +31,7 @@ def spec_to_proto(spec: SequenceSpec) -> verifier_pb2.Sequence:
         tracestate=spec.trace.tracestate if spec.trace else None,
         prediction_token_ids=spec.prediction_ids,
         priority=spec.priority,
+        return_trees=spec.returns_trees,
     )
 
 
@@ -40,6 +42,10 @@ def finished_from_proto(finished: verifier_pb2.Finished) -> Finished:
         speculation=wire.stats_from_proto(finished.speculation),
         stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
     )
+
+
+def tree_from_proto(tree: verifier_pb2.VerifiedTree) -> VerifiedTree:
+    return VerifiedTree(tuple(tree.token_ids), tuple(tree.parents), tuple(tree.sources), tuple(tree.accepted))
 
 
 def load_from_proto(load: verifier_pb2.Load) -> VerifierLoad:

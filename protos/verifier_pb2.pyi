@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Sequence(_message.Message):
-    __slots__ = ("request_id", "choice_index", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "speculation", "cache_salt", "model_fingerprint", "timeout_ms", "traceparent", "tracestate", "prediction_token_ids", "priority")
+    __slots__ = ("request_id", "choice_index", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "speculation", "cache_salt", "model_fingerprint", "timeout_ms", "traceparent", "tracestate", "prediction_token_ids", "priority", "return_trees")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHOICE_INDEX_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class Sequence(_message.Message):
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    RETURN_TREES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     choice_index: int
     attempt: int
@@ -37,7 +38,8 @@ class Sequence(_message.Message):
     tracestate: str
     prediction_token_ids: _containers.RepeatedScalarFieldContainer[int]
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationOptions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., prediction_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ...) -> None: ...
+    return_trees: bool
+    def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationOptions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., prediction_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., return_trees: bool = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("submit", "abort")
@@ -108,7 +110,7 @@ class Heartbeat(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., awaits_drafters: bool = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("request_id", "choice_index", "attempt", "offset", "token_ids", "logprobs", "sources", "prompt_logprobs", "num_cached_tokens")
+    __slots__ = ("request_id", "choice_index", "attempt", "offset", "token_ids", "logprobs", "sources", "prompt_logprobs", "num_cached_tokens", "tree")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHOICE_INDEX_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +120,7 @@ class Tokens(_message.Message):
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TREE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     choice_index: int
     attempt: int
@@ -127,7 +130,20 @@ class Tokens(_message.Message):
     sources: _containers.RepeatedScalarFieldContainer[int]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
     num_cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., attempt: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., sources: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    tree: VerifiedTree
+    def __init__(self, request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., attempt: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., sources: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., tree: _Optional[_Union[VerifiedTree, _Mapping]] = ...) -> None: ...
+
+class VerifiedTree(_message.Message):
+    __slots__ = ("token_ids", "parents", "sources", "accepted")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    sources: _containers.RepeatedScalarFieldContainer[int]
+    accepted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("request_id", "choice_index", "attempt", "reason", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "speculation", "stop_token_id", "queue_ms", "prefill_ms", "decode_ms")

@@ -3,8 +3,8 @@
 Without a GPU only tests marked `gpu` are skipped: other tests run GPU kernels in Triton's
 interpreter. Tests marked `compose` build and run images, so only --compose runs them; those marked
 `clients` install other projects' clients, so only --clients runs them; those marked `ray` start
-clusters, so only --ray runs them; those marked `kubernetes` need programs that only
-`make test-kubernetes` installs.
+clusters, so only --ray runs them; those marked `kubernetes` and `page` need programs that only
+`make test-kubernetes` and `make test-page` install.
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ def strict_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--compose", action="store_true", help="run the tests that build and run containers")
     parser.addoption("--clients", action="store_true", help="run the tests that install other projects' clients")
+    parser.addoption("--page", action="store_true", help="run the tests that open the page in a browser")
     parser.addoption("--ray", action="store_true", help="run the tests that start Ray clusters")
     parser.addoption("--ray-kills", type=int, default=2, help="nodes that die while the application has load")
     parser.addoption("--kubernetes", action="store_true", help="run the tests that need Helm's engine and Envoy")
@@ -149,6 +150,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reasons = {
         "compose": "builds images",
         "clients": "installs other projects' clients",
+        "page": "needs a browser",
         "ray": "starts a Ray cluster",
         "kubernetes": "needs Helm's engine, Kubernetes' schemas and Envoy",
     }

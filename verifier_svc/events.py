@@ -46,6 +46,8 @@ def _fill_tokens(message: verifier_pb2.Tokens, event: TokensEvent) -> None:
         message.num_cached_tokens = event.num_cached_tokens
     if event.logprobs:
         message.logprobs.extend(wire.logprobs_to_proto(event.logprobs))
+    if event.tree is not None:
+        message.tree.CopyFrom(verifier_pb2.VerifiedTree(**event.tree._asdict()))
     if event.prompt_logprobs:
         message.prompt_logprobs.extend(wire.logprobs_to_proto(event.prompt_logprobs))
 

@@ -17,7 +17,7 @@ from foretoken.errors import (
     QueueFullError,
     UnavailableError,
 )
-from foretoken.results import FallbackReason, FinishReason
+from foretoken.results import FallbackReason, FinishReason, VerifiedTree
 from verifier_svc.drafters.changes import AttachDrafter, DetachDrafter
 from verifier_svc.engine_counters import EngineCounters
 from verifier_svc.inbox import InboxMessage
@@ -148,20 +148,24 @@ class Lifecycle:
         result: WalkResult,
         shares: tuple[DrafterShare, ...],
         why_none: Callable[[Sequence], FallbackReason],
+        tree: VerifiedTree | None = None,
     ) -> None:
         """Append the tokens that a decode step's walk emitted; end the sequence if it is done.
 
         Args:
             shares: each drafter's share of the walked tree; empty if there was no tree.
             why_none: says why a sequence that wanted a draft had none.
+            tree: the walked tree, for a request that wants to see it.
         """
         fallback = None if shares or not self._speculator.wants_drafts(sequence) else why_none(sequence)
         sequence.steps.append(_decode_step(result.num_walked_tokens, shares, fallback))
         if fallback is not None:
             self.counters.count_fallback(fallback)
-        self.append(sequence, 1, result)
+        self.append(sequence, 1, result, tree)
 
-    def append(self, sequence: Sequence, num_computed: int, result: WalkResult) -> None:
+    def append(
+        self, sequence: Sequence, num_computed: int, result: WalkResult, tree: VerifiedTree | None = None
+    ) -> None:
         """Append the tokens of a walk and emit their event; end the sequence if it is done.
 
         ``num_computed``: tokens of the pass before the walk, without tree nodes after the root.
@@ -186,6 +190,7 @@ class Lifecycle:
                 tuple(result.logprobs),
                 prompt_logprobs,
                 sequence.num_cached_tokens if is_first else None,
+                tree,
             )
             sequence.prompt_logprobs_sent = True
             self.sessions.emit(event)

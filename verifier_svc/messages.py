@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from foretoken.results import FinishReason, SpeculationStats, TokenLogprobs
+from foretoken.results import FinishReason, SpeculationStats, TokenLogprobs, VerifiedTree
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from verifier_svc.sampling.grammar import Matcher
 
@@ -45,6 +45,8 @@ class Submit:
     prediction_ids: tuple[int, ...] = ()
     # Lower numbers start first and are preempted last.
     priority: int = 0
+    # Whether its events carry the trees that its steps verify.
+    returns_trees: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,8 @@ class TokensEvent(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     # Prompt tokens found in the prefix cache; set only with the first tokens.
     num_cached_tokens: int | None = None
+    # The newest draft tree that was verified for these tokens, if requested.
+    tree: VerifiedTree | None = None
 
 
 @dataclass(frozen=True, slots=True)

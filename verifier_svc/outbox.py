@@ -66,4 +66,5 @@ def _merge(events: list[TokensEvent]) -> TokensEvent:
         tuple(p for event in events for p in event.logprobs),
         first.prompt_logprobs,
         first.num_cached_tokens,
+        next((event.tree for event in reversed(events) if event.tree is not None), None),
     )

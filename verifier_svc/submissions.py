@@ -163,4 +163,5 @@ class Submissions:
             deadline=deadline,
             prediction_ids=tuple(message.prediction_token_ids),
             priority=message.priority,
+            returns_trees=message.return_trees,
         )

@@ -138,10 +138,13 @@ class TargetStep:
             self._lifecycle.append(part.sequence, part.num_tokens, result)
             return
         shares: tuple[DrafterShare, ...] = ()
+        tree = None
         if part.draft is not None:
             shares = part.draft.shares(result.matched_nodes)
             self._speculator.observe(part.sequence, part.draft, result.matched_nodes, shares)
-        self._lifecycle.commit_decode(part.sequence, result, shares, self._speculator.fallbacks.of_step)
+            if part.sequence.returns_trees:
+                tree = part.draft.verified(result.accepted_nodes)
+        self._lifecycle.commit_decode(part.sequence, result, shares, self._speculator.fallbacks.of_step, tree)
 
 
 def _has_broken_prompt_logprobs(sequence: Sequence) -> bool:

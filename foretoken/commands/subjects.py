@@ -11,7 +11,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         *("--served-model-name", "--revision", "--device", "--dtype", "--numerics", "--context-length"),
         *("--chat-template", "--generation-config", "--tool-call-parser", "--reasoning-parser"),
     ),
-    "Network": ("--address", "--host", "--port", "--grpc-port", "--gateway-workers"),
+    "Network": ("--address", "--host", "--port", "--grpc-port", "--gateway-workers", "--disable-playground"),
     "Verifiers": (
         *("--verifier", "--discovery-interval", "--routing-load-bound"),
         *("--executor", "--num-verifiers", "--ray-address"),

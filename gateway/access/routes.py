@@ -48,6 +48,9 @@ ROUTES = (
     Route("GET", "/ping", Who.PUBLIC),
     # Without a key it says only whether the server is ready.
     Route("GET", "/ready", Who.PUBLIC),
+    # The page itself; what it calls needs a key.
+    Route("GET", "/", Who.PUBLIC),
+    Route("GET", "/playground/{name}", Who.PUBLIC),
     Route("GET", "/version", Who.CALLER),
     Route("GET", "/metrics", Who.OBSERVER),
     Route("GET", "/openapi.json", Who.CALLER),
@@ -82,6 +85,7 @@ ROUTES = (
     Route("POST", "/v1/drafters", Who.OPERATOR),
     Route("GET", "/v1/drafters", Who.OPERATOR),
     Route("DELETE", "/v1/drafters/{name}", Who.OPERATOR),
+    Route("GET", "/v1/activity", Who.OPERATOR),
 )
 RPCS = (
     Rpc("foretoken.gateway.v1.GatewayService", "Generate", Who.CALLER),

@@ -142,6 +142,10 @@ class GenerationFields(GrammarFields, SharedFields):
         False,
         description="Each choice carries token_ids, token_texts and token_sources (0: target, k: drafter k).",
     )
+    return_draft_tree: bool = Field(
+        False,
+        description="Each choice carries the newest draft tree that was verified for its tokens, if there was one.",
+    )
 
 
 class CompletionFields(GenerationFields):
@@ -200,6 +204,7 @@ class GenerationOptions:
     include_usage: bool
     continuous_usage: bool
     return_token_sources: bool
+    return_draft_tree: bool
     # The text that the client expects.
     prediction: str
     echo: bool = False
@@ -396,6 +401,7 @@ def _options(
         include_usage=fields.stream_options.include_usage or fields.stream_options.continuous_usage_stats,
         continuous_usage=fields.stream_options.continuous_usage_stats,
         return_token_sources=fields.return_token_sources,
+        return_draft_tree=fields.return_draft_tree,
         bad_words=text_list("bad_words", fields.bad_words, limits.MAX_BAD_WORDS, limits.MAX_BAD_WORD_CHARS),
         prompt_logprobs=fields.prompt_logprobs,
         truncate_prompt_tokens=fields.truncate_prompt_tokens,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import orjson
 
-from foretoken.results import FinishReason
+from foretoken.results import FinishReason, VerifiedTree
 from gateway.chat.pieces import ReplyPieces, ToolCallDelta, whole_calls
 from gateway.chat.reply_reader import ReplyReader
 from gateway.figures import generation_metrics
@@ -38,7 +38,7 @@ class OpenAiFormat(ReplyFormat):
         self._created = created
         self._tokenizer = tokenizer
         self._detail = detail
-        self._shows_ids = options.return_token_sources or options.return_token_ids
+        self._shows_ids = options.return_token_sources or options.return_token_ids or options.return_draft_tree
         # By output: a chunk up to its text.
         self._chunk_heads: dict[int, bytes] = {}
 
@@ -140,9 +140,21 @@ class OpenAiFormat(ReplyFormat):
         return found
 
     def _sources(self, delta: Delta) -> dict[str, Any]:
-        if not self._options.return_token_sources:
-            return {"token_ids": delta.token_ids} if self._options.return_token_ids else {}
-        return {"token_ids": delta.token_ids, "token_sources": delta.sources, "token_texts": delta.token_texts}
+        options = self._options
+        found: dict[str, Any] = {}
+        if options.return_token_sources or options.return_token_ids:
+            found["token_ids"] = delta.token_ids
+        if options.return_token_sources:
+            found |= {"token_sources": delta.sources, "token_texts": delta.token_texts}
+            if options.prediction:
+                found["token_predicted"] = delta.predicted
+        if options.return_draft_tree:
+            found["draft_tree"] = None if delta.tree is None else self._tree(delta.tree)
+        return found
+
+    def _tree(self, tree: VerifiedTree) -> dict[str, Any]:
+        texts = [self._tokenizer.token_text(token_id)[0] for token_id in tree.token_ids]
+        return {**tree._asdict(), "token_texts": texts}
 
     def _end(self, output: Output) -> dict[str, Any]:
         assert output.finish_reason is not None

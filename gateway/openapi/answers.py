@@ -255,6 +255,23 @@ class Drafter(Answer):
     name: str
 
 
+class EndedRequest(Answer):
+    ended_at: float = Field(description="Unix seconds.")
+    api: str
+    outcome: str = Field(description="ok, cancelled, or the name of the status that ended it.")
+    prompt_tokens: int
+    completion_tokens: int
+    time_to_first_token_ms: float | None
+    duration_ms: float
+
+
+class Activity(Answer):
+    num_requests: int = Field(description="Requests in the gateway now.")
+    num_waiting: int = Field(description="Sequences that wait for a verifier.")
+    verifiers: list[dict[str, Any]]
+    requests: list[EndedRequest] = Field(description="At most 200 of the last 15 minutes, the latest first.")
+
+
 class DrafterList(Answer):
     object: Literal["list"]
     data: list[Drafter]

@@ -58,6 +58,7 @@ ANSWERS: dict[tuple[str, str], Body] = {
     ("POST", "/v1/drafters"): answers.DrafterList,
     ("GET", "/v1/drafters"): answers.DrafterList,
     ("DELETE", "/v1/drafters/{name}"): answers.Drafter,
+    ("GET", "/v1/activity"): answers.Activity,
 }
 # Bodies of 200 that streams have as well, and SGLang's list for several prompts or choices.
 STREAMS = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"}

@@ -45,6 +45,7 @@ class Player:
         offset: int | None = None,
         attempt: int | None = None,
         num_cached_tokens: int | None = None,
+        tree: verifier_pb2.VerifiedTree | None = None,
     ) -> None:
         """Send one step's tokens. By default all but the last one are accepted drafts."""
         ids = list(ids)
@@ -58,6 +59,7 @@ class Player:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=num_cached_tokens,
+            tree=tree,
         )
         if offset is None:
             self.num_tokens += len(ids)

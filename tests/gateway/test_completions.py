@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from protos import common_pb2
+from protos import common_pb2, verifier_pb2
 from tests.gateway.conftest import Stack, events
 from tests.gateway.scripted_verifier import LENGTH, STOP, Player, steps
 
@@ -320,6 +320,48 @@ async def test_token_sources_come_with_every_chunk_if_asked(stack: Stack) -> Non
         assert choice["text"].startswith("".join(choice["token_texts"]))
     plain = (await stack.http.post(URL, json={"prompt": "a"})).json()["choices"][0]
     assert "token_sources" not in plain and "token_ids" not in plain
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_newest_draft_tree_comes_if_asked(stack: Stack, stream: bool) -> None:
+    a, b, c = (stack.ids(letter)[0] for letter in "abc")
+    tree = verifier_pb2.VerifiedTree(token_ids=[a, b, c], parents=[-1, 0, 0], sources=[0, 1, 1], accepted=[1])
+
+    async def play(player: Player) -> None:
+        player.tokens([a])
+        player.tokens([b, c], tree=tree if player.sequence.return_trees else None)
+        player.finish(LENGTH)
+
+    stack.verifier.script = play
+    found = []
+    for wanted in (True, False):
+        answer = await stack.http.post(URL, json={"prompt": "a", "stream": stream, "return_draft_tree": wanted})
+        chunks = events(answer.text) if stream else [answer.json()]
+        found.append([chunk["choices"][0] for chunk in chunks])
+    shown = [choice["draft_tree"] for choice in found[0]]
+    assert [tree for tree in shown if tree] == [
+        {
+            "token_ids": [a, b, c],
+            "parents": [-1, 0, 0],
+            "sources": [0, 1, 1],
+            "accepted": [1],
+            "token_texts": ["a", "b", "c"],
+        }
+    ]
+    assert not any("draft_tree" in choice for choice in found[1])
+    assert [sequence.return_trees for sequence in stack.verifier.submitted] == [True, False]
+
+
+async def test_predicted_tokens_are_marked(stack: Stack) -> None:
+    ids = stack.ids("def add(first, second)")
+    other = stack.ids("x")[0]
+    stack.verifier.script = steps(ids[:2], [other], ids[3:])
+    body = {"prompt": "a", "max_tokens": 50, "return_token_sources": True}
+    prediction = {"type": "content", "content": "def add(first, second)"}
+    choice = (await stack.http.post(URL, json={**body, "prediction": prediction})).json()["choices"][0]
+    assert choice["token_predicted"] == [True, True, False, *[True] * len(ids[3:])]
+    without = (await stack.http.post(URL, json=body)).json()["choices"][0]
+    assert "token_predicted" not in without
 
 
 async def test_special_tokens_show_only_if_asked(stack: Stack) -> None:

@@ -355,3 +355,28 @@ async def test_a_request_is_aborted_in_whichever_process_it_runs(
         assert not answers[-1].done()
         assert await abort(abort_all=True) == 1
         assert (await answers[-1]).json()["output_ids"] == [65, 66]
+
+
+async def test_the_operator_sees_the_requests_of_all_processes(
+    settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "operator").write_text("an operator's key")
+    settings = build(GatewaySettings, settings.model_dump() | {"admin_api_key_file": tmp_path / "operator"})
+    async with running(settings, tokenizer) as workers:
+        workers.verifier.script = steps([65], [66])
+        paths = list(workers.processes())
+        sent = 0
+
+        async def each_had_some() -> bool:
+            nonlocal sent
+            async with httpx.AsyncClient(base_url=workers.url, timeout=None) as client:
+                assert (await client.post(URL, json=BODY)).status_code == 200
+            sent += 1
+            return all([await workers.own_counts(path, "foretoken_request_success_total") > 0 for path in paths])
+
+        await workers.until(each_had_some)
+        async with httpx.AsyncClient(base_url=workers.url, timeout=None) as client:
+            found = (await client.get("/v1/activity", headers={"authorization": "Bearer an operator's key"})).json()
+        assert len(found["requests"]) == sent >= 2
+        ends = [request["ended_at"] for request in found["requests"]]
+        assert ends == sorted(ends, reverse=True)

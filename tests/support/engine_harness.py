@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from foretoken.drafter import Drafter
 from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.models.target_weights import TargetWeights
-from foretoken.results import TokenLogprobs
+from foretoken.results import TokenLogprobs, VerifiedTree
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transports.transport import InProcessTransport, TransportCounters
 from tests.support.block_books import check_blocks
@@ -120,6 +120,8 @@ class Result:
     sources: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # Each verified tree with the tokens that its step emitted.
+    trees: list[tuple[VerifiedTree, tuple[int, ...]]] = field(default_factory=list)
     finished: FinishedEvent | None = None
     error: ErrorEvent | None = None
 
@@ -143,6 +145,7 @@ class Request:
     # The matcher of the sampling's grammar, at its beginning; every run copies it.
     matcher: Matcher | None = None
     prediction: Sequence[int] = ()
+    returns_trees: bool = False
 
     def plain(self) -> Request:
         """Return the same request without speculation."""
@@ -255,6 +258,7 @@ class Harness:
                 cache_salt=request.cache_salt,
                 deadline=request.deadline,
                 matcher=matcher,
+                returns_trees=request.returns_trees,
             )
         )
         return key
@@ -279,6 +283,8 @@ class Harness:
                     result.sources.extend(event.sources)
                     result.logprobs.extend(event.logprobs)
                     result.prompt_logprobs.extend(event.prompt_logprobs)
+                    if event.tree is not None:
+                        result.trees.append((event.tree, event.token_ids))
                 case FinishedEvent():
                     result.finished = event
                 case ErrorEvent():

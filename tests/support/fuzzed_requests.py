@@ -88,12 +88,13 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/drafters": {"name": "fuzz", "address": "127.0.0.1:1", "transport": "grpc"},
 }
 PATHS = sorted({re.sub(r"\{[^}]+\}", "x", route.path) for route in ROUTES})
-OPERATORS_PATHS = ("/v1/corpora", "/v1/drafters", "/flush_cache")
+OPERATORS_PATHS = ("/v1/activity", "/v1/corpora", "/v1/drafters", "/flush_cache")
 METHODS = ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"]
 NAMES = [
     *("max_tokens", "top_k", "min_p", "stop_token_ids", "min_tokens", "ignore_eos", "repetition_penalty", "user"),
     *("structured_outputs", "guided_regex", "guided_json", "guided_choice", "cache_salt", "model", "input_ids"),
     *("suffix", "best_of", "prediction", "chat_template_kwargs", "return_token_sources", "messages", "prompt", "tools"),
+    "return_draft_tree",
     *("allowed_token_ids", "bad_words", "prompt_logprobs", "truncate_prompt_tokens", "return_token_ids", "priority"),
     *("ebnf", "logit_bias", "seed", "n", "input", "system", "tool_choice", "response_format", "previous_response_id"),
 ]

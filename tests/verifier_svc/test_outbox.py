@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foretoken.errors import QueueFullError
-from foretoken.results import FinishReason, SpeculationStats
+from foretoken.results import FinishReason, SpeculationStats, VerifiedTree
 from verifier_svc.messages import ErrorEvent, FinishedEvent, SequenceKey, TokensEvent
 from verifier_svc.outbox import MAX_PENDING_SEQUENCES, Outbox
 
@@ -27,6 +27,14 @@ def test_steps_that_were_not_taken_are_merged() -> None:
     assert outbox.take() == [tokens(0, 5, 6, 7), finished()]
     assert len(wakes) == 1, "one wake for what is taken in one piece"
     assert outbox.take() == []
+
+
+def test_of_merged_steps_the_newest_tree_is_kept() -> None:
+    trees = [VerifiedTree((token, 6), (-1, 0), (0, 1), (1,)) for token in (5, 7)]
+    outbox = Outbox(lambda: None)
+    for offset, tree in enumerate([*trees, None]):
+        outbox.put([tokens(offset, 9)._replace(tree=tree)])
+    assert outbox.take() == [tokens(0, 9, 9, 9)._replace(tree=trees[1])]
 
 
 def test_taken_events_are_not_repeated_and_wake_again() -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from foretoken.results import VerifiedTree
 from foretoken.tree import DraftTree, depths
 
 
@@ -43,6 +44,13 @@ class Draft(NamedTuple):
                 tuple(depth for depth, node in enumerate(matched, start=1) if self.sources[node] == number),
             )
             for number in sorted(set(self.sources[1:]))
+        )
+
+    def verified(self, accepted: Sequence[int]) -> VerifiedTree:
+        """Return the tree as a client sees it after the step that accepted these nodes."""
+        tree = self.tree
+        return VerifiedTree(
+            tuple(tree.tokens.tolist()), tuple(tree.parents.tolist()), tuple(self.sources), tuple(accepted)
         )
 
     def path_chances(self) -> list[float]:

@@ -71,6 +71,7 @@ class Sequence:  # large: all the state of one sequence; it decides nothing
             matcher=submit.matcher,
         )
         self.priority = submit.priority
+        self.returns_trees = submit.returns_trees
         self.arrived_at = now
         self.started_at: float | None = None
         self.first_token_at: float | None = None

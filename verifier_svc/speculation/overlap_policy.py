@@ -20,7 +20,7 @@ from verifier_svc.speculation.routing import DrafterRouting
 class OverlapBlock(Enum):
     """Why the next step cannot overlap with the host's work. The values are the reasons in metrics."""
 
-    HOST_WORK = "host_work"  # logprobs of a prompt: the host works between two steps
+    HOST_WORK = "host_work"  # logprobs of a prompt, or draft trees for a client: the host works between two steps
     NO_FREE_BLOCKS = "no_free_blocks"
     SEVERAL_DRAFTERS = "several_drafters"  # with a model each
     NOT_ATTACHED = "not_attached"
@@ -137,5 +137,5 @@ class OverlapPolicy:
 
 
 def needs_host(sequence: Sequence) -> bool:
-    """Return whether the host works on a sequence's logits between two steps."""
-    return sequence.wants_prompt_logprobs
+    """Return whether the host works on a sequence's logits or trees between two steps."""
+    return sequence.wants_prompt_logprobs or sequence.returns_trees

@@ -95,6 +95,31 @@ def test_logprobs_of_a_prompt() -> None:
     assert counts(runs) == {"host_work": 3} and runs.num_ordinary == 3 and runs.num_ahead == 19
 
 
+def test_draft_trees_for_a_client() -> None:
+    """They come with the tokens that were accepted of them, and change no text."""
+    request = greedy(1, 6, 30, speculation=MERGED)
+    (expected,) = plain([request])
+    runs = Runs([oracle_of([request], [expected])])
+    (unasked,) = runs.harness.run([request])
+    assert runs.num_ahead > 5 and not unasked.trees
+    runs = Runs([oracle_of([request], [expected])])
+    (result,) = runs.harness.run([replace(request, returns_trees=True)])
+    assert_bits(expected, result)
+    assert runs.num_ahead == 0 and set(counts(runs)) == {"host_work"}
+    assert result.finished is not None
+    stats = result.finished.speculation
+    assert len(result.trees) == stats.num_spec_steps > 2
+    assert sum(len(tree.token_ids) - 1 for tree, _ in result.trees) == stats.num_draft_tokens
+    assert sum(len(tree.accepted) for tree, _ in result.trees) == stats.num_accepted_tokens > 5
+    text = [*request.prompt, *result.token_ids]
+    for tree, emitted in result.trees:
+        assert tree.parents[0] == -1 and len(tree.parents) == len(tree.sources) == len(tree.token_ids)
+        assert tuple(tree.token_ids[node] for node in tree.accepted) == emitted[: len(tree.accepted)]
+        assert all(tree.parents[node] == above for above, node in zip((0, *tree.accepted), tree.accepted, strict=False))
+        run = [tree.token_ids[0], *emitted]
+        assert any(text[start : start + len(run)] == run for start in range(len(text)))
+
+
 @pytest.mark.parametrize("reason", ["unanswered", "catching_up", "no_wait_budget"])
 def test_a_drafter_that_is_not_ready(reason: str) -> None:
     runs, oracle = with_oracle()

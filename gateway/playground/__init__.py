@@ -1,0 +1,1 @@
+"""The page at ``/``: chats and completions in a browser, and the operator's view. docs/playground.md."""
