@@ -147,6 +147,7 @@ def test_three_texts_at_a_temperature(play: Play) -> None:
     check_run(play, texts)
 
 
+@pytest.mark.slow
 def test_trees_of_more_levels_than_beams(device: str, tmp_path: Path) -> None:
     """A tree runs 64 beams, eight levels of eight; it has no deeper levels on any device."""
     shape = {"max_nodes": 64, "max_depth": 12, "max_branches": 8}
@@ -290,6 +291,7 @@ def test_a_step_of_another_number_leaves_a_gap(play: Play) -> None:
     assert_same(finale, sent(play, texts, 3, lost=(1, 2))[1])
 
 
+@pytest.mark.slow
 def test_a_length_that_does_not_follow_releases_the_text(head: Play) -> None:
     texts = [Text(5, (1, 3, 2), 81), Text(6, (2, 2, 1), 82)]
     expected, _ = sent(head, texts, 1)
@@ -339,6 +341,7 @@ def test_runs_of_one_step_each(play: Play) -> None:
     assert_same(play.finale(), expected_finale)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_wider_tables(head: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident_draft, "_ROOM_BLOCKS", 1)
     monkeypatch.setattr(resident_draft, "_TABLE_STEP", 1)
@@ -346,6 +349,7 @@ def test_a_run_goes_on_with_wider_tables(head: Play, monkeypatch: pytest.MonkeyP
     check_run(head, [Text(5, (1, 3, 2), 101), Text(10, (2, 1, 3), 102)])
 
 
+@pytest.mark.slow
 def test_a_release_within_a_run(head: Play) -> None:
     texts = [Text(5, (1, 3, 2), 111), Text(6, (2, 2, 1), 112)]
     expected, _ = sent(head, texts, 1)
@@ -366,6 +370,7 @@ def test_a_release_within_a_run(head: Play) -> None:
     assert int(head.memory.draft_stamp) == request.resident.number - 1
 
 
+@pytest.mark.slow
 def test_steps_that_do_not_come_are_given_up(head: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that waits for the verifier goes on when released, and learns everything sent."""
     texts = [Text(5, (1, 3, 2), 141)]
