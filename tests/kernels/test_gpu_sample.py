@@ -219,7 +219,15 @@ def test_cuts_with_many_and_with_few_values_above_them(options, spread, device):
     assert run(sequences, device) == [expected_tokens(s)[0] for s in sequences]
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"top_k": 3}, marks=pytest.mark.slow),
+        {"top_p": 0.5, "min_p": 0.1},
+    ],
+)
 @pytest.mark.parametrize("fault", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_with_nan_or_infinity_gives_no_token_and_changes_no_other(fault, options, device):
     params = SamplingParams(logit_bias={70: -100.0}, **options)
