@@ -391,6 +391,7 @@ def test_steps_that_do_not_come_are_given_up(head: Play, monkeypatch: pytest.Mon
     assert_same(head.finale(), expected_finale)
 
 
+@pytest.mark.slow
 def test_blocks_that_cannot_be_release_the_text(head: Play) -> None:
     texts = [Text(8, (1, 3), 121), Text(8, (2, 2), 122)]
     expected, _ = sent(head, texts, 1)
@@ -404,6 +405,7 @@ def test_blocks_that_cannot_be_release_the_text(head: Play) -> None:
     assert_same(head.in_memory()[1:], expected[0][1:])
 
 
+@pytest.mark.slow
 def test_a_step_with_too_few_blocks_releases_the_text(head: Play) -> None:
     texts = [Text(8, (1, 3), 131), Text(8, (2, 2), 132)]
     expected, _ = sent(head, texts, 1)
