@@ -58,7 +58,6 @@ def on_device(folder: Path, device: str, strict: bool) -> DeviceRunner:
     return runner
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("strict_products")
 def test_a_device_is_strict_where_that_is_wanted(folder: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check is the CPU's, with trees: it finds attention in another order.
