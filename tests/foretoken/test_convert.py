@@ -181,6 +181,7 @@ def test_more_than_the_limits_allow_is_refused(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(100_000)}, tmp_path / "plain.pt")
     with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "bomb.pt", "w") as bomb:
