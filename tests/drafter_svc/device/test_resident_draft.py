@@ -451,6 +451,7 @@ def test_a_drafter_on_the_cpu_refuses(tmp_path: Path) -> None:
         drafter.set_resident(memory, resident_draft.StreamOrder())
 
 
+@pytest.mark.slow
 def test_a_warm_up_reads_no_entry_that_nobody_wrote(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
