@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import mmap
 import uuid
 from collections.abc import Callable
@@ -186,8 +187,9 @@ def trace_context(request: Request) -> TraceContext | None:
     return tracing.trace_context(request.headers.get("traceparent"), request.headers.get("tracestate"))
 
 
+@functools.cache
 def body_schema(kind: type[Fields]) -> dict[str, Any]:
-    """Return ``openapi_extra`` for a route that reads its body itself."""
+    """Return ``openapi_extra`` for a route that reads its body itself; FastAPI does not change it."""
     schema = kind.model_json_schema(ref_template=COMPONENTS + "{model}")
     schema.pop("$defs", None)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -37,13 +37,14 @@ def test_a_checkpoint_folder_becomes_safetensors_with_its_config(tmp_path: Path)
     assert (tmp_path / "out" / "config.json").read_text() == '{"model_type": "llama"}'
 
 
+@pytest.mark.slow
 def test_the_old_format_without_an_archive_is_read_too(tmp_path: Path) -> None:
     torch.save({"fc.weight": torch.eye(3)}, tmp_path / "head.pt", _use_new_zipfile_serialization=False)
     convert(tmp_path / "head.pt", tmp_path / "head.safetensors")
     assert torch.equal(load_file(tmp_path / "head.safetensors")["fc.weight"], torch.eye(3))
 
 
-@pytest.mark.parametrize("wrapper", ["state_dict", "module"])
+@pytest.mark.parametrize("wrapper", ["state_dict", pytest.param("module", marks=pytest.mark.slow)])
 def test_a_wrapped_state_dict_is_unwrapped(tmp_path: Path, wrapper: str) -> None:
     torch.save({wrapper: {"fc.weight": torch.eye(3)}}, tmp_path / "head.pt")
     convert(tmp_path / "head.pt", tmp_path / "head.safetensors")
@@ -73,7 +74,7 @@ def test_shards_are_followed_by_their_index(tmp_path: Path) -> None:
     [
         (BOTH | {"b": "../pytorch_model-00002-of-00002.bin"}, "not a pickle in its folder"),
         (BOTH | {"b": "/etc/passwd"}, "not a pickle in its folder"),
-        (BOTH | {"c": BOTH["a"]}, "tensor 'c' is in no file"),
+        pytest.param(BOTH | {"c": BOTH["a"]}, "tensor 'c' is in no file", marks=pytest.mark.slow),
         (BOTH | {"b": "pytorch_model-00003-of-00002.bin"}, "No such file"),
     ],
 )
@@ -85,7 +86,13 @@ def test_an_index_that_lies_is_refused(tmp_path: Path, weight_map: dict[str, str
 
 
 @pytest.mark.parametrize(
-    "ids", [[5, 3, 900], (5, 3, 900), torch.tensor([5, 3, 900]), torch.tensor([5, 3, 900], dtype=torch.int32)]
+    "ids",
+    [
+        [5, 3, 900],
+        pytest.param((5, 3, 900), marks=pytest.mark.slow),
+        pytest.param(torch.tensor([5, 3, 900]), marks=pytest.mark.slow),
+        torch.tensor([5, 3, 900], dtype=torch.int32),
+    ],
 )
 def test_a_token_map_becomes_one_tensor_of_ids(tmp_path: Path, ids: Any) -> None:
     torch.save(ids, tmp_path / "freq.pt")
@@ -135,7 +142,9 @@ class Malicious:
         return (os.system, (f"touch {self.trace}",))
 
 
-@pytest.mark.parametrize("form", ["archive", "legacy", "pickle 2", "pickle 5"])
+@pytest.mark.parametrize(
+    "form", ["archive", *(pytest.param(form, marks=pytest.mark.slow) for form in ("legacy", "pickle 2", "pickle 5"))]
+)
 def test_a_pickle_with_code_is_refused_and_never_run(tmp_path: Path, form: str) -> None:
     trace, file = tmp_path / "trace", tmp_path / "pytorch_model.bin"
     content = {"a": torch.ones(1), "evil": Malicious(trace)}
@@ -155,6 +164,7 @@ def test_a_pickle_with_code_is_refused_and_never_run(tmp_path: Path, form: str) 
     assert trace.exists()  # The pickle was a real one.
 
 
+@pytest.mark.slow
 def test_more_than_the_limits_allow_is_refused(tmp_path: Path) -> None:
     file, out = tmp_path / "head.pt", tmp_path / "head.safetensors"
     torch.save({"a": torch.zeros(1000), "b": torch.zeros(1000)}, file)
@@ -171,6 +181,7 @@ def test_more_than_the_limits_allow_is_refused(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(100_000)}, tmp_path / "plain.pt")
     with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "bomb.pt", "w") as bomb:
@@ -186,7 +197,13 @@ def test_reading_ends_with_its_time(tmp_path: Path) -> None:
         convert(tmp_path / "slow.pt", tmp_path / "out.safetensors", ConvertLimits(timeout_s=0))
 
 
-@pytest.mark.parametrize("content", [b"", b"not a pickle at all", b"PK\x03\x04 cut short"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"PK\x03\x04 cut short",
+        *(pytest.param(content, marks=pytest.mark.slow) for content in (b"", b"not a pickle at all")),
+    ],
+)
 def test_a_broken_file_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "head.pt").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"head\.pt: "):

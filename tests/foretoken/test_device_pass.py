@@ -149,6 +149,7 @@ def test_the_device_computes_what_the_cpu_computes(folder: Path, strict: bool, d
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("strict_products")
 def test_in_strict_mode_a_row_has_the_same_bits_in_any_batch(folder: Path, dtype: torch.dtype, device: str) -> None:

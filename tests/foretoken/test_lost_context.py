@@ -106,7 +106,13 @@ def test_a_process_whose_context_lives_goes_on(before: str) -> None:
 
 
 @pytest.mark.parametrize("service", [DRAFTER, VERIFIER], ids=["drafter", "verifier"])
-@pytest.mark.parametrize(("error", "status"), [(ILLEGAL_ADDRESS, CONTEXT_LOST_STATUS), (ASSERTION, ASSERTION_STATUS)])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ILLEGAL_ADDRESS, CONTEXT_LOST_STATUS),
+        pytest.param(ASSERTION, ASSERTION_STATUS, marks=pytest.mark.slow),
+    ],
+)
 def test_a_service_that_finds_its_context_lost_ends(service: str, error: str, status: int) -> None:
     ended = python(f"{CONTEXT}{service}", error)
     assert (ended.returncode, ended.stdout) == (status, ""), ended.stderr

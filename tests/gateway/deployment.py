@@ -109,7 +109,9 @@ async def deployment(
     settings = settings.model_copy(update={"verifiers": addresses, **more})
     async with (
         Gateway(settings, source) as gateway,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}", timeout=None, headers=JSON_TYPE) as http,
+        httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{settings.port}", timeout=None, headers=JSON_TYPE, verify=False
+        ) as http,
     ):
         running = Deployment(gateway, http, settings, tokenizer, addresses)
         try:

@@ -151,6 +151,7 @@ async def test_a_body_that_goes_on_is_waited_for(stack: Stack, monkeypatch: pyte
     writer.close()
 
 
+@pytest.mark.slow
 def test_unfinished_bodies_take_little_memory() -> None:
     """In a process of its own: in this one, malloc keeps and splits what other tests have freed."""
     command = [

@@ -90,7 +90,9 @@ async def operated(settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Pa
         for client in gateway.verifiers.clients:
             await client.wait_up()
         url = f"http://127.0.0.1:{settings.port}"
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=None, headers=JSON_TYPE))
+        http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=url, timeout=None, headers=JSON_TYPE, verify=False)
+        )
         yield Operated(verifiers, http, tokenizer, key)
 
 
@@ -191,7 +193,9 @@ async def test_a_verifier_that_is_gone(settings: GatewaySettings, tmp_path: Path
     key.write_text(KEY)
     async with (
         Gateway(settings.model_copy(update={"admin_api_key_file": key})),
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}", timeout=None, headers=JSON_TYPE) as http,
+        httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{settings.port}", timeout=None, headers=JSON_TYPE, verify=False
+        ) as http,
     ):
         answer = await http.get(URL, headers=AUTH)
     assert answer.status_code == 503 and "retry-after" in answer.headers

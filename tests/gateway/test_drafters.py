@@ -111,7 +111,9 @@ async def operated(settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Pa
         for client in gateway.verifiers.clients:
             await client.wait_up()
         url = f"http://127.0.0.1:{settings.port}"
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=None, headers=JSON_TYPE))
+        http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=url, timeout=None, headers=JSON_TYPE, verify=False)
+        )
         yield Operated(verifiers, addresses, http, key)
 
 

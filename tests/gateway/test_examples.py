@@ -41,7 +41,9 @@ async def test_help_is_no_prompt(example: tuple[str, ...]) -> None:
     assert output.startswith("usage: ") and "make serve" not in output
 
 
-@pytest.mark.parametrize("form", ["{}", "{}/", "{}/v1", "{}/v1/"])
+@pytest.mark.parametrize(
+    "form", ["{}/v1/", *(pytest.param(form, marks=pytest.mark.slow) for form in ("{}", "{}/", "{}/v1"))]
+)
 async def test_an_address_in_any_of_its_forms(stack: Stack, form: str) -> None:
     stack.verifier.script = steps(stack.ids("hello"))
     status, output, errors = await run(*OPENAI, "say ", form.format(stack.url))

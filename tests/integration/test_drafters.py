@@ -127,6 +127,7 @@ def test_a_drafter_comes_dies_comes_back_and_goes(stack: Stack, drafter: Drafter
     assert text(ask(stack, "merge")) == plain
 
 
+@pytest.mark.slow
 def test_own_drafters_too(stack: Stack) -> None:
     plain = text(ask(stack, ""))
     operate(stack, "detach", "ngram")

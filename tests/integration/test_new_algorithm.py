@@ -72,6 +72,7 @@ def complete(url: str, **speculative: Any) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["inside", "outside"])
 def test_its_drafts_are_accepted_and_the_text_is_plain_decodes(url: str, name: str) -> None:
     plain, drafted = complete(url, enabled=False), complete(url, drafter=name)
@@ -80,6 +81,7 @@ def test_its_drafts_are_accepted_and_the_text_is_plain_decodes(url: str, name: s
     assert figures.keys() == {name} and figures[name]["num_accepted_draft_tokens"] > 100, figures
 
 
+@pytest.mark.slow
 def test_its_flag_reaches_it(url: str) -> None:
     """A drafter's gauges are read in the background: the verifier may not have both yet."""
     while len(found := gauges(url)) < 2:

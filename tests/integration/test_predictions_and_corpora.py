@@ -49,6 +49,7 @@ def corpora(stack: Stack) -> dict[str, int]:
     return {entry["name"]: entry["num_tokens"] for entry in answer.json()["data"]} if answer.is_success else {}
 
 
+@pytest.mark.slow
 def test_a_prediction_is_drafted_from(stack: Stack) -> None:
     plain = ask(stack, "plain", speculative={"enabled": False})
     output = plain["output_ids"]
@@ -68,6 +69,7 @@ def test_a_prediction_is_drafted_from(stack: Stack) -> None:
     assert wrong["output_ids"] == output and wrong["text"] == plain["text"]
 
 
+@pytest.mark.slow
 def test_corpora_are_drafted_from_until_they_are_removed(stack: Stack) -> None:
     output = ask(stack, "writer", speculative={"enabled": False})["output_ids"]
     without = accepted(ask(stack, "before"))

@@ -53,6 +53,7 @@ def test_ps_shows_each_service_by_its_words(stack: Stack) -> None:
         assert sum(f"foretoken {name}" in line for line in lines) == 1
 
 
+@pytest.mark.slow
 def test_a_server_with_keys_and_certificates_starts_and_reloads(checkpoint: Path, tmp_path: Path) -> None:
     """The supervisor sees it ready, only the gateway gets the key, and SIGHUP reaches the gateway."""
     own, secret, keys = "own-secret", "a tenant's secret", tmp_path / "keys.toml"
@@ -185,6 +186,7 @@ def test_sigterm_lets_a_running_stream_finish_and_leaves_nothing(stack: Stack) -
     assert_all_gone(stack, folder)
 
 
+@pytest.mark.slow
 def test_sigkill_of_serve_leaves_nothing_and_the_next_one_stops_on_a_group_signal(
     checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -60,14 +60,14 @@ def test_all_values_count(device: str) -> None:
     Course(tree_requests, branches=4, depth=4, head=Head(1500)).check(device, against_cpu=False)
 
 
-@pytest.mark.parametrize("nodes", [32, 64])
+@pytest.mark.parametrize("nodes", [32, pytest.param(64, marks=pytest.mark.slow)])
 def test_wide_trees(device: str, nodes: int) -> None:
     tree_requests = [TreeRequest(nodes, 5, 8), TreeRequest(nodes, 5, 8, temperature=1.0, seed=77, choice=3, length=10)]
     out = Course(tree_requests, branches=8, depth=5, head=Head(300)).check(device)
     assert out.num_nodes.tolist() == [nodes, nodes]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [0.9, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_chains(device: str, temperature: float) -> None:
     tree_requests = at_temperature(
         [TreeRequest(9, 8, 1), TreeRequest(3, 8, 1), TreeRequest(6, 8, 5, length=17)], temperature
@@ -77,7 +77,7 @@ def test_chains(device: str, temperature: float) -> None:
     assert out.parents[0, :9].tolist() == list(range(-1, 8))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.7, pytest.param(0.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scale", [0.0, SCALE])
 def test_reduced_vocabulary(device: str, temperature: float, scale: float) -> None:
     """There are few draft ids, and the noise is keyed by the target's ids."""
@@ -196,7 +196,7 @@ def test_trees_that_want_nothing(device: str) -> None:
         assert beams.row_starts.tolist() == [0, 8, 16, 24, 32]
 
 
-@pytest.mark.parametrize("modules", [2, 3, 4])
+@pytest.mark.parametrize("modules", [2, *(pytest.param(modules, marks=pytest.mark.slow) for modules in (3, 4))])
 def test_masks_of_several_modules(device: str, modules: int) -> None:
     """A module does not see the beams of earlier modules."""
     Course([TreeRequest(20, 5, 4), TreeRequest(9, 4, 2)], branches=4, depth=5, head=Head(90), modules=modules).check(

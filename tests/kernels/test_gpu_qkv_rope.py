@@ -79,7 +79,7 @@ def check(
 @pytest.mark.parametrize(
     "heads", [(4, 2, 64), (3, 1, 32), (2, 1, 20), pytest.param((5, 5, 96), marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("split_k", [1, 2, 3])
+@pytest.mark.parametrize("split_k", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_qkv_rope(heads: Heads, split_k: int, has_bias: bool, device: str) -> None:
     check(3, heads, small(32, split_k), has_bias, False, (torch.float32,) * 3, device)

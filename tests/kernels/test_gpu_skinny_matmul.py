@@ -45,8 +45,8 @@ def check(
     assert not workspace.counters.any()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 20, 64, 97])
-@pytest.mark.parametrize("split_k", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 20, 97, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (3, 64))])
+@pytest.mark.parametrize("split_k", [1, 4, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["store", "add", "gate_up"])
 def test_skinny_matmul(rows: int, split_k: int, mode: str, device: str) -> None:
     check(rows, (64, 128), small(32, split_k), (torch.float32, torch.float32), mode, device)

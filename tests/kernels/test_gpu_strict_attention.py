@@ -64,7 +64,14 @@ def assert_rows_are_decode_steps(batch: Case, block_size: int = 16, every: int =
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "block_size"), [((2, 2, 16), 16), ((6, 2, 64), 1), ((8, 2, 32), 24), ((7, 1, 32), 16), ((20, 1, 80), 24)]
+    ("heads", "block_size"),
+    [
+        ((2, 2, 16), 16),
+        ((6, 2, 64), 1),
+        pytest.param((8, 2, 32), 24, marks=pytest.mark.slow),
+        pytest.param((7, 1, 32), 16, marks=pytest.mark.slow),
+        pytest.param((20, 1, 80), 24, marks=pytest.mark.slow),
+    ],
 )
 def test_equals_its_definition(heads: Heads, block_size: int, dtype: torch.dtype, device: str) -> None:
     """Prefill chunks, root-only rows and trees side by side, and padding after them."""
@@ -73,7 +80,9 @@ def test_equals_its_definition(heads: Heads, block_size: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "block_size"), [((2, 1, 16), 5), ((8, 1, 32), 24)])
+@pytest.mark.parametrize(
+    ("heads", "block_size"), [((2, 1, 16), 5), pytest.param((8, 1, 32), 24, marks=pytest.mark.slow)]
+)
 def test_a_row_of_a_batch_has_the_bits_of_a_decode_step(
     heads: Heads, block_size: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

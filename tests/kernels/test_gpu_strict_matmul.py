@@ -111,7 +111,7 @@ def test_rows_have_the_bits_that_they_have_alone(mode: str, split_k: int, dtype:
     assert_rows_are_independent(made, (3, 16, 19))
 
 
-@pytest.mark.parametrize("split_k", [1, 3])
+@pytest.mark.parametrize("split_k", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES)
 def test_tiles_of_many_rows_change_no_bit(
     mode: str, split_k: int, device: str, monkeypatch: pytest.MonkeyPatch

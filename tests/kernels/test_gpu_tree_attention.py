@@ -20,7 +20,10 @@ from foretoken_kernels.gpu.tree_attention import attention_workspace, tree_atten
 from tests.kernels.attention_cases import Heads, Rows, assert_defined, case, prefill, ragged, rooted, tree
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     ("heads", "block_size"),
     [
@@ -60,8 +63,8 @@ def test_beams_have_any_bits(device: str) -> None:
     assert_defined(case([beams, prefill(3, 2)], (6, 2, 16), 16, device, words=2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_splits", [1, 2, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_splits", [1, 8, pytest.param(2, marks=pytest.mark.slow)])
 def test_splits_add_up(num_splits: int, dtype: torch.dtype, device: str) -> None:
     """All launches share one workspace: what one leaves in it must not change the next."""
     heads = (2, 1, 16)
@@ -107,7 +110,7 @@ def test_rows_that_end_within_a_block_or_one_key_before_its_end(words: int, devi
         assert_defined(case([rows], (2, 1, 16), 16, device, words=words))
 
 
-@pytest.mark.parametrize("nodes", [3, 12, 60])
+@pytest.mark.parametrize("nodes", [3, 12, pytest.param(60, marks=pytest.mark.slow)])
 def test_what_is_not_in_the_table_is_seen_by_no_row(nodes: int, device: str) -> None:
     chain = Rows([(9, (2 << i) - 1) for i in range(nodes)], 9)
     batch = case([chain], (8, 1, 16), 4, device)

@@ -90,7 +90,7 @@ def cold_walks(drafting: Drafting, request: Request, **options: object) -> tuple
     return result, walks
 
 
-@pytest.mark.parametrize("shape", [(12, 4, 3), (16, 5, 4), (6, 5, 1)])
+@pytest.mark.parametrize("shape", [(12, 4, 3), (6, 5, 1), pytest.param((16, 5, 4), marks=pytest.mark.slow)])
 def test_trees_of_random_heads(kind: str, shape: tuple[int, int, int], random_targets: Targets) -> None:
     name, (algorithm,) = KINDS[kind]
     drafting = Drafting(random_targets[name], algorithm)

@@ -132,7 +132,11 @@ def assert_speculated(case: Case, harness: SeenHarness, keys: Sequence[SequenceK
         assert walks.num_refused > 0, f"{case.field}: no drafted token was refused"
 
 
-@pytest.fixture(params=KINDS)
+# It fits a target of its own; MTP with one layer stays among the quick tests.
+SLOW_KINDS = ("MTP MiMo of two layers",)
+
+
+@pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW_KINDS else kind for kind in KINDS])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

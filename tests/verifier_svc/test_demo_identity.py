@@ -79,7 +79,10 @@ def assert_speculated(results: Sequence[Result]) -> None:
     assert any(s.num_accepted_tokens < s.num_draft_tokens for s in stats), "no drafted token was refused"
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES.values(), ids=TEMPERATURES)
+@pytest.mark.parametrize(
+    "temperature",
+    [pytest.param(t, id=name, marks=[pytest.mark.slow] if t == 0.7 else []) for name, t in TEMPERATURES.items()],
+)
 def test_alone_and_in_mixed_batches_with_preemption(
     runner: ModelRunner, prompts: list[list[int]], temperature: float
 ) -> None:

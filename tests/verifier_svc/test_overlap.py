@@ -108,6 +108,7 @@ def drafted(
     return results, harness, oracle
 
 
+@pytest.mark.slow
 def test_trees(targets: Targets, device: str) -> None:
     """Nodes are accepted and refused, KV entries move, and sequences end within a run.
 

@@ -231,6 +231,7 @@ def test_a_step_without_seats_only_gets_its_number(folder: Path, device: str) ->
     assert list(steps.run()) == [0]
 
 
+@pytest.mark.slow
 def test_a_sequence_joins_beside_a_tree_and_the_first_one_leaves(folder: Path, device: str) -> None:
     """Widths change from step to step; each text is that of the sequence alone."""
     steps = Steps(folder, device)

@@ -239,7 +239,7 @@ class Disturbed:
         (True, True, True),
     ],
 )
-@pytest.mark.parametrize("seed", [*range(4), 8, 41, 265])
+@pytest.mark.parametrize("seed", [0, 8, 41, 265, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_any_course_of_requests(
     seed: int, drafts: bool, with_grammars: bool, comes_and_goes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,7 +260,7 @@ def test_any_course_of_requests(
     ("drafts", "with_grammars", "comes_and_goes"),
     [(False, False, False), (False, True, True), (True, False, False), (True, True, False), (True, True, True)],
 )
-@pytest.mark.parametrize("seed", [*range(5), 77])
+@pytest.mark.parametrize("seed", [0, 77, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_any_course_of_requests_with_lookups(
     seed: int, drafts: bool, with_grammars: bool, comes_and_goes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def captured(play: Play) -> list[TreeShape]:
     return graphs.captured
 
 
+@pytest.mark.slow
 def test_all_is_captured_one_by_one_and_only_once(play: Play) -> None:
     texts = [Text(5, (1, 3, 2), 11, options=TWO), Text(12, (2, 1, 3), 12, options=TWO)]
     check_run(play, texts)

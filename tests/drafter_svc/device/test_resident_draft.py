@@ -147,6 +147,7 @@ def test_three_texts_at_a_temperature(play: Play) -> None:
     check_run(play, texts)
 
 
+@pytest.mark.slow
 def test_trees_of_more_levels_than_beams(device: str, tmp_path: Path) -> None:
     """A tree runs 64 beams, eight levels of eight; it has no deeper levels on any device."""
     shape = {"max_nodes": 64, "max_depth": 12, "max_branches": 8}
@@ -290,6 +291,7 @@ def test_a_step_of_another_number_leaves_a_gap(play: Play) -> None:
     assert_same(finale, sent(play, texts, 3, lost=(1, 2))[1])
 
 
+@pytest.mark.slow
 def test_a_length_that_does_not_follow_releases_the_text(head: Play) -> None:
     texts = [Text(5, (1, 3, 2), 81), Text(6, (2, 2, 1), 82)]
     expected, _ = sent(head, texts, 1)
@@ -339,6 +341,7 @@ def test_runs_of_one_step_each(play: Play) -> None:
     assert_same(play.finale(), expected_finale)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_wider_tables(head: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident_draft, "_ROOM_BLOCKS", 1)
     monkeypatch.setattr(resident_draft, "_TABLE_STEP", 1)
@@ -346,6 +349,7 @@ def test_a_run_goes_on_with_wider_tables(head: Play, monkeypatch: pytest.MonkeyP
     check_run(head, [Text(5, (1, 3, 2), 101), Text(10, (2, 1, 3), 102)])
 
 
+@pytest.mark.slow
 def test_a_release_within_a_run(head: Play) -> None:
     texts = [Text(5, (1, 3, 2), 111), Text(6, (2, 2, 1), 112)]
     expected, _ = sent(head, texts, 1)
@@ -366,6 +370,7 @@ def test_a_release_within_a_run(head: Play) -> None:
     assert int(head.memory.draft_stamp) == request.resident.number - 1
 
 
+@pytest.mark.slow
 def test_steps_that_do_not_come_are_given_up(head: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that waits for the verifier goes on when released, and learns everything sent."""
     texts = [Text(5, (1, 3, 2), 141)]
@@ -386,6 +391,7 @@ def test_steps_that_do_not_come_are_given_up(head: Play, monkeypatch: pytest.Mon
     assert_same(head.finale(), expected_finale)
 
 
+@pytest.mark.slow
 def test_blocks_that_cannot_be_release_the_text(head: Play) -> None:
     texts = [Text(8, (1, 3), 121), Text(8, (2, 2), 122)]
     expected, _ = sent(head, texts, 1)
@@ -399,6 +405,7 @@ def test_blocks_that_cannot_be_release_the_text(head: Play) -> None:
     assert_same(head.in_memory()[1:], expected[0][1:])
 
 
+@pytest.mark.slow
 def test_a_step_with_too_few_blocks_releases_the_text(head: Play) -> None:
     texts = [Text(8, (1, 3), 131), Text(8, (2, 2), 132)]
     expected, _ = sent(head, texts, 1)
@@ -444,6 +451,7 @@ def test_a_drafter_on_the_cpu_refuses(tmp_path: Path) -> None:
         drafter.set_resident(memory, resident_draft.StreamOrder())
 
 
+@pytest.mark.slow
 def test_a_warm_up_reads_no_entry_that_nobody_wrote(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_text_joins_in_a_run(kind: str, plays: Callable[[str], Play]) -> None:
     assert_same(play.loop([None, 1], lag={1: 2}), [EMPTY, of_second[2]])
 
 
+@pytest.mark.slow
 def test_seats_are_left_and_taken(play: Play) -> None:
     """A text ends, and its seat and batch slot go to another, whose prompt comes in two chunks."""
     texts = [Text(5, (1, 2), 21, left=(9, 0)), Text(7, (1, 2, 1, 3, 1), 22), Text(13, (1, 2, 3), 23)]
@@ -93,6 +94,7 @@ def test_seats_are_left_and_taken(play: Play) -> None:
     assert_same([go_on(play, 2), go_on(play, 1)], [of_heir[3], of_other[5]])
 
 
+@pytest.mark.slow
 def test_prompts_without_a_step(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is drafted, and prompts take more passes than may wait for the device."""
     resident = play.resident
@@ -110,6 +112,7 @@ def test_prompts_without_a_step(play: Play, monkeypatch: pytest.MonkeyPatch) -> 
     assert_same([go_on(play, 0), go_on(play, 1)], [of_first[2], of_second[2]])
 
 
+@pytest.mark.slow
 def test_a_sequence_that_the_drafter_does_not_know_gets_roots(play: Play) -> None:
     """It never saw the prompt of one, and has a gap in the other."""
     texts = [Text(5, (1, 3), 41), Text(8, (1, 2), 42), Text(6, (1, 1), 43)]
@@ -121,6 +124,7 @@ def test_a_sequence_that_the_drafter_does_not_know_gets_roots(play: Play) -> Non
     assert_same(play.loop([0, 1, 2], begins=False)[:1], of_known[1:2])
 
 
+@pytest.mark.slow
 def test_a_prompt_is_forgotten_if_its_step_does_not_come(play: Play) -> None:
     """The hidden states in the half are then another prompt's, or garbage."""
     texts = [Text(5, (1, 1, 2), 51), Text(9, (1, 2), 52)]
@@ -134,6 +138,7 @@ def test_a_prompt_is_forgotten_if_its_step_does_not_come(play: Play) -> None:
     assert not any(rows._block_keys[block] for block in play.blocks[1][:3])
 
 
+@pytest.mark.slow
 def test_a_release_spares_a_prompt_that_waits_for_its_step(play: Play) -> None:
     texts = [Text(5, (1, 2), 61), Text(9, (1, 2), 62)]
     (of_second,) = start(play, texts, only=1)
@@ -148,6 +153,7 @@ def test_a_release_spares_a_prompt_that_waits_for_its_step(play: Play) -> None:
     assert [name for name, _ in play.order.calls] == ["release"]
 
 
+@pytest.mark.slow
 def test_a_released_prompt_ends_a_run_without_seats(play: Play) -> None:
     play.begin([Text(6, (1,), 71)], 1)
     play.loop([], prompts=[(0, 0, 6)])

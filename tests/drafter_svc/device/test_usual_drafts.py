@@ -46,7 +46,10 @@ def test_the_usual_trees_reach_the_drafter() -> None:
     assert target_from_proto(target_to_proto(replace(target, usual_trees=()))).usual_trees == ()
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(32, 8), (16, 2), (8, 8), (12, 4)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"),
+    [(32, 8), *(pytest.param(*heads, marks=pytest.mark.slow) for heads in ((16, 2), (8, 8), (12, 4)))],
+)
 def test_prompts_need_no_other_attention_than_that_of_the_warm_up(num_heads: int, num_kv_heads: int) -> None:
     most_rows, most_seqs = 512, 512
     workspace = attention_workspace(most_rows, num_heads, num_kv_heads, HEAD_DIM, "cpu")

@@ -177,6 +177,7 @@ def test_without_one_device_and_one_host_there_is_none(
         assert there.receive(LONG_S) is not None
 
 
+@pytest.mark.slow
 def test_a_killed_drafter_leaves_the_memory_to_those_who_use_it_and_lets_them_go_on(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/d.sock"
     with client_of(address) as client:

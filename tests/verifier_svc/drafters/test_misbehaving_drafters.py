@@ -314,7 +314,9 @@ def tick_fast(clock: Clock) -> Callable[[Harness], None]:
     return tick
 
 
-@pytest.mark.parametrize("share_of_timeout", [0.05, 0.2, 0.9])
+@pytest.mark.parametrize(
+    "share_of_timeout", [0.05, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.2, 0.9))]
+)
 def test_a_slow_drafter_is_hardly_waited_for_and_used_again_once_it_is_fast(share_of_timeout: float) -> None:
     """The cost is also bounded for a drafter that never misses a time-out, whatever is accepted."""
     sizes: dict[str, Any] = {"max_model_len": 2048}

@@ -272,7 +272,7 @@ def test_a_stopped_drafter_cannot_make_the_engine_wait_or_grow(client: DrafterCl
     assert batch.tree(0).tokens.tolist()[1] == sum((place + 1) * (place + 1) for place in range(40))
 
 
-@pytest.mark.parametrize("kind", PROCESS_KINDS)
+@pytest.mark.parametrize("kind", ["shared-memory", pytest.param("grpc", marks=pytest.mark.slow)])
 def test_a_killed_drafter_is_noticed_at_once_and_attached_again(
     kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -380,7 +380,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("kind", PROCESS_KINDS)
+@pytest.mark.parametrize("kind", ["shared-memory", pytest.param("grpc", marks=pytest.mark.slow)])
 def test_a_killed_verifier_frees_the_drafter(kind: Kind, process: DrafterProcess) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", VERIFIER, process.address, kind]

@@ -217,6 +217,7 @@ def _float16_addresses(folder: Path, gpu: Backend) -> Iterator[dict[Kernels, str
         yield {"cpu": on_cpu, "gpu": on_gpu}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shared-memory", "grpc"])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_float16_drafter_takes_weights_and_hidden_states_by_either_transport(
@@ -239,10 +240,10 @@ def test_a_float16_drafter_takes_weights_and_hidden_states_by_either_transport(
     ("of_target", "of_drafter", "is_shared"),
     [
         ("float16", "auto", True),
-        ("bfloat16", "auto", True),
+        pytest.param("bfloat16", "auto", True, marks=pytest.mark.slow),
         ("float32", "auto", False),
-        ("float16", "float32", False),
-        ("float32", "float16", False),
+        pytest.param("float16", "float32", False, marks=pytest.mark.slow),
+        pytest.param("float32", "float16", False, marks=pytest.mark.slow),
         ("bfloat16", "float16", False),
     ],
 )

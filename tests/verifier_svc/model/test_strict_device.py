@@ -65,9 +65,8 @@ def strict_harness(target: RandomTarget, device: str, **options: Any) -> SeenHar
     return on_device.harness(target, (), device, strict=True, **options)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["bfloat16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("float32", "float16"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_drafts_change_no_bit(target: RandomTarget, dtype: str, device: str) -> None:
     """Compare with each text alone, in plain decode, its prompt as one chunk.
 

@@ -312,6 +312,7 @@ def drafted_text(
     return text, accepted
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(data=st.data())
 def test_every_trees_text_is_plain_decodes(vocab: Vocabulary, data: st.DataObject) -> None:
@@ -341,7 +342,7 @@ def test_every_trees_text_is_plain_decodes(vocab: Vocabulary, data: st.DataObjec
         assert rest == want
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0, *(pytest.param(t, marks=pytest.mark.slow) for t in (0.7, 2.0))])
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_outputs_are_whole_texts_of_their_grammar(vocab: Vocabulary, name: str, temperature: float) -> None:
     grammar = GRAMMARS[name]

@@ -104,7 +104,13 @@ def test_merged_rows_have_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "size", "num_sent"), [(0, 1, 2), (0, 4, 1), (0, 64, 1), (3, 1, 2 * MODEL_TRIAL_EVERY)]
+    ("num_steps", "size", "num_sent"),
+    [
+        (0, 1, 2),
+        pytest.param(0, 4, 1, marks=pytest.mark.slow),
+        pytest.param(0, 64, 1, marks=pytest.mark.slow),
+        (3, 1, 2 * MODEL_TRIAL_EVERY),
+    ],
 )
 def test_a_model_that_does_not_pay_is_tried_in_one_step_of_many(
     num_steps: int, size: int, num_sent: int, monkeypatch: pytest.MonkeyPatch
