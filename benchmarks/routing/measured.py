@@ -3,10 +3,13 @@
     python -m benchmarks.routing.measured [--verifiers 2] [--requests 400] [--check]
 
 It starts a gateway and CPU verifiers with the demo model, without drafters, one thread each. A first
-trace teaches what a step costs on this machine, with all verifiers at work. A second one is simulated
-with these costs and then served, faster than it can be, so that throughput is the verifiers' own. It
-prints hit rate, throughput and shares of requests of both. With ``--check`` the exit status is 1 if
-hit rate or throughput is off by more than 10%. Nothing else should run on the machine meanwhile.
+trace teaches how much CPU time a step, a row and a prompt token take. A second one, with fresh servers,
+comes faster than it can be served, so that throughput is the verifiers' own, and is then simulated with
+these costs. Throughput counts until 80% of the requests are answered: after that some have no more work.
+The verifiers share the machine's cores with the gateway, with the client and with whatever else runs.
+How many cores are left for them is no matter of routing, so it is read from the second trace, while
+all verifiers have work. It prints hit rate, throughput and shares of prompt tokens, measured and
+simulated. With ``--check`` the exit status is 1 if hit rate or throughput is off by more than 10%.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -25,13 +29,14 @@ import grpc
 import httpx
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from benchmarks import environment
 from benchmarks.routing import simulator, trace
 from benchmarks.routing.modelled_fleet import ModelledFleet
-from benchmarks.routing.modelled_verifier import Costs
+from benchmarks.routing.modelled_verifier import Costs, SharedCores
 from benchmarks.routing.trace import Mix, Request
-from benchmarks.stack import READY_TIMEOUT_S, ServerProcess, free_ports, running_server
+from benchmarks.stack import READY_TIMEOUT_S, ServerProcess, cpu_seconds, free_ports, running_server
 from protos import verifier_pb2, verifier_pb2_grpc
 
 DEMO = environment.ROOT / "models" / "demo" / "target"
@@ -39,8 +44,10 @@ VOCAB_SIZE = 8192
 BLOCK_TOKENS = 16
 ROWS, CHUNK_TOKENS, CACHE_TOKENS = 32, 256, 32_768
 MOST_OFF = 0.1
-# Figures are read so often while costs are learned.
-POLL_S = 0.25
+# Throughput counts until this share of the requests is answered.
+COUNTED = 0.8
+# Figures are read so often while a trace is served.
+POLL_S = 2.0
 MIX = Mix(
     rate=60.0,
     seconds=60.0,
@@ -56,9 +63,10 @@ MIX = Mix(
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A verifier's counters, when they were read, and its sequences then."""
+    """A verifier's counters, the time and the CPU seconds when they were read, and its sequences then."""
 
     read_s: float
+    cpu_s: float
     num_steps: int
     generated: int
     looked_up: int
@@ -66,9 +74,10 @@ class Figures:
     num_sequences: int
 
     @classmethod
-    def of(cls, info: verifier_pb2.GetInfoResponse) -> Figures:
+    def of(cls, info: verifier_pb2.GetInfoResponse, process: psutil.Process) -> Figures:
         return cls(
             time.monotonic(),
+            sum(cpu_seconds(process).values()),
             info.num_steps,
             info.num_generated_tokens,
             info.num_prefix_cache_queries,
@@ -86,23 +95,28 @@ class Deployment:
 
     url: str
     addresses: tuple[str, ...]
+    processes: tuple[psutil.Process, ...]
 
     async def figures(self) -> list[Figures]:
         """Return each verifier's counters."""
 
-        async def fetch(address: str) -> Figures:
+        async def fetch(address: str, process: psutil.Process) -> Figures:
             async with grpc.aio.insecure_channel(address) as channel:
                 stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-                return Figures.of(await stub.GetInfo(verifier_pb2.GetInfoRequest()))
+                return Figures.of(await stub.GetInfo(verifier_pb2.GetInfoRequest()), process)
 
-        return list(await asyncio.gather(*map(fetch, self.addresses)))
+        return list(await asyncio.gather(*map(fetch, self.addresses, self.processes)))
 
-    async def serve(self, requests: Sequence[Request]) -> float:
-        """Send requests at their times, wait for all answers, and return the seconds that it took."""
+    async def serve(self, requests: Sequence[Request]) -> list[tuple[float, int]]:
+        """Send requests at their times.
+
+        Returns when each was answered, in seconds since the beginning, and its tokens, in the order of
+        the answers.
+        """
         limits = httpx.Limits(max_connections=None)
         began = time.monotonic()
 
-        async def ask(client: httpx.AsyncClient, request: Request) -> None:
+        async def ask(client: httpx.AsyncClient, request: Request) -> tuple[float, int]:
             await asyncio.sleep(began + request.at_s - time.monotonic())
             body = {
                 "prompt": trace.token_ids(request, BLOCK_TOKENS, VOCAB_SIZE),
@@ -112,10 +126,10 @@ class Deployment:
             }
             answer = await client.post("/v1/completions", json=body)
             answer.raise_for_status()
+            return time.monotonic() - began, request.output_length
 
         async with httpx.AsyncClient(base_url=self.url, timeout=None, limits=limits, trust_env=False) as client:
-            await asyncio.gather(*(ask(client, request) for request in requests))
-        return time.monotonic() - began
+            return sorted(await asyncio.gather(*(ask(client, request) for request in requests)))
 
 
 @contextlib.contextmanager
@@ -126,6 +140,8 @@ def deployment(num_verifiers: int) -> Iterator[Deployment]:
         addresses = tuple(f"unix:{folder}/v{number}.sock" for number in range(num_verifiers))
         flags = ["--threads", "1", "--max-running-requests", str(ROWS), "--chunked-prefill-size", str(CHUNK_TOKENS)]
         flags += ["--max-total-tokens", str(CACHE_TOKENS), "--block-size", str(BLOCK_TOKENS)]
+        # How long a step takes depends on what else runs here; without a limit, its prompts do not.
+        flags += ["--max-step-ms", "0"]
         command = [sys.executable, "-P", "-m", "foretoken"]
         servers: list[ServerProcess] = []
         for address in addresses:
@@ -138,7 +154,7 @@ def deployment(num_verifiers: int) -> Iterator[Deployment]:
         servers.append(stack.enter_context(running_server("the gateway", gateway)))
         url = f"http://127.0.0.1:{port}"
         servers[-1].wait_until(lambda: _all_up(url, num_verifiers), READY_TIMEOUT_S)
-        yield Deployment(url, addresses)
+        yield Deployment(url, addresses, tuple(psutil.Process(server.pid) for server in servers[:-1]))
 
 
 def _all_up(url: str, count: int) -> bool:
@@ -150,36 +166,64 @@ def _all_up(url: str, count: int) -> bool:
     return len(up) == count
 
 
-async def learn_costs(servers: Deployment, requests: Sequence[Request]) -> Costs:
-    """Serve requests, and fit what a step, a row and a prompt token cost to the counters meanwhile."""
-    samples: list[Figures] = []
+@contextlib.asynccontextmanager
+async def watched(servers: Deployment) -> AsyncIterator[list[list[Figures]]]:
+    """Yield a list that gets each verifier's differences of counters, every ``POLL_S`` during the block.
+
+    Differences are only kept of times in which all verifiers had sequences at begin and end.
+    """
+    samples: list[list[Figures]] = []
 
     async def poll() -> None:
         last = await servers.figures()
         while True:
             await asyncio.sleep(POLL_S)
             now = await servers.figures()
-            for new, old in zip(now, last, strict=True):
-                # Only of a verifier that never was idle is the whole time its work's.
-                if new.num_sequences and old.num_sequences:
-                    samples.append(new - old)
+            if all(figures.num_sequences for figures in (*last, *now)):
+                samples.append([new - old for new, old in zip(now, last, strict=True)])
             last = now
 
     polling = asyncio.create_task(poll())
     try:
-        await servers.serve(requests)
+        yield samples
     finally:
         polling.cancel()
-        await asyncio.gather(polling, return_exceptions=True)
-    return fitted(samples)
+        (ended,) = await asyncio.gather(polling, return_exceptions=True)
+        assert isinstance(ended, asyncio.CancelledError), ended
+
+
+async def learn_costs(servers: Deployment, requests: Sequence[Request]) -> Costs:
+    """Serve requests, and fit what a step, a row and a prompt token cost to the counters meanwhile."""
+    async with watched(servers) as samples:
+        await servers.serve(requests)
+    return fitted([figures for sample in samples for figures in sample])
 
 
 def fitted(samples: Sequence[Figures]) -> Costs:
-    """Return the costs that explain best how long the samples' work took, by least squares."""
+    """Return the costs that explain best the CPU time of the samples' work, by least squares.
+
+    A step that began in one sample and ended in the next makes all costs too low, so they are scaled
+    to all CPU time.
+    """
     work = np.array([[s.num_steps, s.generated, s.looked_up - s.hits] for s in samples], float)
-    seconds = np.array([s.read_s for s in samples])
-    step_s, row_s, token_s = _nonnegative(work, seconds)
-    return Costs(step_s, row_s, token_s, rows=ROWS, cache_tokens=CACHE_TOKENS, chunk_tokens=CHUNK_TOKENS)
+    seconds = np.array([s.cpu_s for s in samples])
+    found = np.array(_nonnegative(work, seconds))
+    step_s, row_s, token_s = (found * seconds.sum() / (work @ found).sum()).tolist()
+    return Costs(
+        step_s,
+        row_s,
+        token_s,
+        rows=ROWS,
+        cache_tokens=CACHE_TOKENS,
+        chunk_tokens=CHUNK_TOKENS,
+        limit_s=math.inf,
+    )
+
+
+def cores_used(samples: Sequence[Sequence[Figures]]) -> float:
+    """Return how many cores the verifiers had together."""
+    used_s = sum(figures.cpu_s for sample in samples for figures in sample)
+    return used_s / sum(float(np.mean([figures.read_s for figures in sample])) for sample in samples)
 
 
 def _nonnegative(work: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> list[float]:
@@ -202,33 +246,41 @@ def made(count: int, seed: int) -> list[Request]:
     return trace.make(mix)[:count]
 
 
-async def measure(servers: Deployment, count: int) -> bool:
-    """Learn, simulate, serve and print; return whether the simulator was right."""
-    costs = await learn_costs(servers, made(count, seed=1))
-    print(f"costs             step {1e3 * costs.step_s:.2f} ms, row {1e6 * costs.row_s:.0f} us, ", end="")
-    print(f"prompt token {1e6 * costs.token_s:.0f} us")
+def throughput_of(answers: Sequence[tuple[float, int]]) -> float:
+    """Return the tokens a second until ``COUNTED`` of the answers, which come with their times and tokens."""
+    counted = answers[: round(COUNTED * len(answers))]
+    return sum(num_tokens for _, num_tokens in counted) / counted[-1][0]
+
+
+async def measure(servers: Deployment, costs: Costs, count: int) -> bool:
+    """Serve, simulate and print; return whether the simulator was right."""
     requests = made(count, seed=2)
-    fleet = ModelledFleet(costs, servers.addresses, BLOCK_TOKENS, vocab_size=VOCAB_SIZE)
+    before = await servers.figures()
+    async with watched(servers) as samples:
+        answers = await servers.serve(requests)
+    done = [new - old for new, old in zip(await servers.figures(), before, strict=True)]
+    cores = cores_used(samples)
+    print(f"cores             {cores:.2f} for {len(done)} verifiers")
+    fleet = ModelledFleet(costs, servers.addresses, BLOCK_TOKENS, vocab_size=VOCAB_SIZE, cores=SharedCores(cores))
     run = fleet.replay(requests)
     predicted = simulator.report(fleet, run, requests, BLOCK_TOKENS)
-    before = await servers.figures()
-    seconds = await servers.serve(requests)
-    done = [new - old for new, old in zip(await servers.figures(), before, strict=True)]
     hit_rate = sum(figures.hits for figures in done) / sum(figures.looked_up for figures in done)
-    throughput = sum(request.output_length for request in requests) / seconds
-    expected = sum(request.output_length for request in requests) / run.ends_s
-    shares = [figures.looked_up / sum(f.looked_up for f in done) for figures in done]
-    modelled = [verifier.counts.prompt_tokens for verifier in fleet.verifiers]
+    throughput = throughput_of(answers)
+    expected = throughput_of([(sequence.ended_s, sequence.request.output_length) for sequence in run.finished])
+    modelled = [verifier.counts for verifier in fleet.verifiers]
     print(f"hit rate          {hit_rate:.3f} measured, {predicted.hit_rate:.3f} simulated")
+    print(f"until 80%         {answers[round(COUNTED * len(answers)) - 1][0]:.0f} s of {answers[-1][0]:.0f} s")
     print(f"throughput        {throughput:.0f} tokens/s measured, {expected:.0f} simulated")
-    print(
-        f"prompt shares     {_percents(shares)} measured, {_percents([n / sum(modelled) for n in modelled])} simulated"
-    )
+    for name, real, simulated in (
+        ("prompt tokens", [f.looked_up for f in done], [c.prompt_tokens for c in modelled]),
+        ("CPU time", [f.cpu_s for f in done], [c.busy_s for c in modelled]),
+    ):
+        print(f"{name:<18}{_percents(real)} measured, {_percents(simulated)} simulated")
     return abs(predicted.hit_rate / hit_rate - 1) <= MOST_OFF and abs(expected / throughput - 1) <= MOST_OFF
 
 
-def _percents(shares: Sequence[float]) -> str:
-    return " ".join(f"{share:.0%}" for share in shares)
+def _percents(parts: Sequence[float]) -> str:
+    return " ".join(f"{part / sum(parts):.0%}" for part in parts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -238,7 +290,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 if the simulator is off by more than 10%%")
     options = parser.parse_args(argv)
     with deployment(options.verifiers) as servers:
-        is_right = asyncio.run(measure(servers, options.requests))
+        costs = asyncio.run(learn_costs(servers, made(options.requests, seed=1)))
+    print(f"CPU time          step {1e3 * costs.step_s:.2f} ms, row {1e6 * costs.row_s:.0f} us, ", end="")
+    print(f"prompt token {1e6 * costs.token_s:.0f} us")
+    with deployment(options.verifiers) as servers:
+        is_right = asyncio.run(measure(servers, costs, options.requests))
     return 0 if is_right or not options.check else 1
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.routing.modelled_verifier import Costs, ModelledVerifier, Sequence
+from benchmarks.routing.modelled_verifier import Costs, ModelledVerifier, Sequence, SharedCores
 from benchmarks.routing.trace import VOCAB_SIZE, Request, token_ids
 from gateway.routing.defaults import DEFAULT_LOAD_BOUND
 from gateway.routing.fleet import Fleet
@@ -93,9 +93,15 @@ class ModelledFleet:
         num_gateways: int = 1,
         load_bound: float = DEFAULT_LOAD_BOUND,
         by_load: bool = False,
+        cores: SharedCores | None = None,
     ) -> None:
-        """``by_load``: leave prefixes out of account, for comparison."""
-        self.verifiers = [ModelledVerifier(costs, block_tokens) for _ in addresses]
+        """
+        Args:
+            by_load: leave prefixes out of account, for comparison.
+            cores: that all verifiers share; None: each has its own.
+        """
+        cores = cores or SharedCores()
+        self.verifiers = [ModelledVerifier(costs, block_tokens, cores) for _ in addresses]
         self._block_tokens = block_tokens
         self._vocab_size = vocab_size
         self._by_load = by_load

@@ -8,9 +8,10 @@ nothing happens in them until a sequence ends or comes.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
 
+from benchmarks.routing.modelled_cache import ModelledCache
 from benchmarks.routing.trace import Request
 
 
@@ -25,7 +26,7 @@ class Costs:
         rows: sequences that run at once.
         cache_tokens: tokens in the KV cache.
         chunk_tokens: prompt tokens of one step.
-        limit_s: seconds that a step with prompts should take at most.
+        limit_s: seconds that a step with prompts should take at most; infinity: no limit.
     """
 
     step_s: float = 4.25e-3
@@ -48,6 +49,7 @@ class Sequence:
     num_uncomputed: int = 0
     queued_s: float = math.nan
     first_token_s: float = math.nan
+    ended_s: float = math.nan
     # When its verifier died, and the seconds until its next token.
     lost_at: float = math.nan
     pause_s: float = math.nan
@@ -85,21 +87,38 @@ class _Plan:
         return self.begins_s + self.step_s * self.num_steps
 
 
+@dataclass
+class SharedCores:
+    """The cores of the machine that verifiers run on; by default enough for all of them.
+
+    Attributes:
+        num_cores: cores that they have together; each uses one at most.
+        num_busy: verifiers that compute.
+    """
+
+    num_cores: float = math.inf
+    num_busy: int = 0
+
+    @property
+    def slowness(self) -> float:
+        """Return how many times longer a step takes than on a core of its own."""
+        return max(self.num_busy / self.num_cores, 1.0)
+
+
 class ModelledVerifier:
     """One verifier. Its owner calls ``submit`` and, at ``next_s``, ``advance``."""
 
-    def __init__(self, costs: Costs, block_tokens: int) -> None:
+    def __init__(self, costs: Costs, block_tokens: int, cores: SharedCores | None = None) -> None:
+        """``cores``: shared with other verifiers; None: its own."""
         self.counts = Counts()
         self._costs = costs
         self._block_tokens = block_tokens
         self._waiting: deque[Sequence] = deque()
         self._prefilling: deque[Sequence] = deque()
         self._decoding: list[Sequence] = []
-        self._used_tokens = 0
-        # Blocks that can be found, least recently used first.
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cache = ModelledCache(costs.cache_tokens // block_tokens)
+        self._cores = cores or SharedCores()
         self._plan: _Plan | None = None
-        self._last_output_block = 0
         self._changed_s = 0.0
 
     @property
@@ -109,7 +128,7 @@ class ModelledVerifier:
     @property
     def fill(self) -> float:
         """Share of the KV cache that running sequences use."""
-        return self._used_tokens / self._costs.cache_tokens
+        return self._cache.fill
 
     @property
     def next_s(self) -> float:
@@ -122,6 +141,7 @@ class ModelledVerifier:
         self._waiting.append(sequence)
         plan = self._plan
         if plan is None:
+            self._cores.num_busy += 1
             self._begin(now)
         elif not plan.chunks and len(self._decoding) + len(self._prefilling) < self._costs.rows:
             # Steps that were counted together are cut after the one that runs now.
@@ -148,6 +168,7 @@ class ModelledVerifier:
                 self._prefilling.remove(sequence)
                 self._prefilled(sequence, now, finished)
         for sequence in finished:
+            sequence.ended_s = now
             self._release(sequence)
         self._begin(now)
         return finished
@@ -165,8 +186,8 @@ class ModelledVerifier:
         self._waiting.clear()
         self._prefilling.clear()
         self._decoding.clear()
-        self._cached.clear()
-        self._used_tokens = 0
+        self._cache.clear()
+        self._cores.num_busy -= self._plan is not None
         self._plan = None
         return lost
 
@@ -176,8 +197,8 @@ class ModelledVerifier:
 
     def _begin(self, now: float) -> None:
         """Plan the next steps; admit sequences while a step has room for their prompts."""
-        costs = self._costs
-        decode_s = costs.step_s + costs.row_s * len(self._decoding)
+        costs, slowness = self._costs, self._cores.slowness
+        decode_s = slowness * (costs.step_s + costs.row_s * len(self._decoding))
         room = self._prompt_tokens(decode_s) if self._prefilling or self._waiting else 0
         chunks = []
         for sequence in self._prefilling:
@@ -194,33 +215,29 @@ class ModelledVerifier:
             room -= chunks[-1][1]
         if not chunks and not self._decoding:
             self._plan = None
+            self._cores.num_busy -= 1
             return
-        step_s = decode_s + costs.token_s * sum(num_tokens for _, num_tokens in chunks)
+        step_s = decode_s + slowness * costs.token_s * sum(num_tokens for _, num_tokens in chunks)
         num_steps = 1 if chunks else min(sequence.num_left for sequence in self._decoding)
         self._plan = _Plan(now, step_s, num_steps, chunks)
 
     def _prompt_tokens(self, decode_s: float) -> int:
         """Return the most prompt tokens of a step, as ``verifier_svc/scheduling/prefill_budget.py``."""
         costs = self._costs
-        if not self._decoding or not costs.token_s:
+        if not self._decoding or not costs.token_s or math.isinf(costs.limit_s):
             return costs.chunk_tokens
         room_s = max(costs.limit_s - decode_s, decode_s / 4)
-        return min(max(int(room_s / costs.token_s), costs.chunk_tokens // 16, 16), costs.chunk_tokens)
+        token_s = self._cores.slowness * costs.token_s
+        return min(max(int(room_s / token_s), costs.chunk_tokens // 16, 16), costs.chunk_tokens)
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Start a sequence if its blocks fit; look up its prefix."""
         request = sequence.request
-        needed = request.input_length + request.output_length
-        if self._used_tokens and self._used_tokens + needed > self._costs.cache_tokens:
+        num_found = self._cache.start(self._prompt_blocks(request), self._num_private(request))
+        if num_found is None:
             return False
-        self._used_tokens += needed
-        num_hits = 0
-        for index, block in enumerate(request.hash_ids[: request.input_length // self._block_tokens]):
-            if block not in self._cached:
-                break
-            self._cached.move_to_end(block)
-            num_hits += min(self._block_tokens, request.input_length - 1 - index * self._block_tokens)
-        self._evict()
+        # The last token always runs.
+        num_hits = min(num_found * self._block_tokens, request.input_length - 1)
         sequence.num_uncomputed = request.input_length - num_hits + sequence.num_done
         if math.isnan(sequence.queued_s):
             sequence.queued_s = now - request.at_s
@@ -243,23 +260,22 @@ class ModelledVerifier:
             self._decoding.append(sequence)
 
     def _make_findable(self, sequence: Sequence) -> None:
-        """Cache the blocks of a prompt that are computed."""
+        """Let the blocks of a prompt that are computed be found."""
         request = sequence.request
         num_computed = min(request.input_length + sequence.num_done - sequence.num_uncomputed, request.input_length)
-        for block in request.hash_ids[: num_computed // self._block_tokens]:
-            self._cached[block] = None
-            self._cached.move_to_end(block)
+        self._cache.compute(request.hash_ids[: num_computed // self._block_tokens])
 
     def _release(self, sequence: Sequence) -> None:
-        """Free a sequence's blocks. Those of its output stay findable, and take the place of others."""
+        """Free a finished sequence's blocks."""
         request = sequence.request
-        self._used_tokens -= request.input_length + request.output_length
-        for _ in range(request.output_length // self._block_tokens):
-            self._last_output_block -= 1
-            self._cached[self._last_output_block] = None
-        self._evict()
+        num_outputs = request.output_length // self._block_tokens
+        self._cache.release(self._prompt_blocks(request), self._num_private(request), num_outputs)
 
-    def _evict(self) -> None:
-        most = self._costs.cache_tokens // self._block_tokens
-        while len(self._cached) > most:
-            self._cached.popitem(last=False)
+    def _prompt_blocks(self, request: Request) -> tuple[int, ...]:
+        """Return the prompt's whole blocks."""
+        return request.hash_ids[: request.input_length // self._block_tokens]
+
+    def _num_private(self, request: Request) -> int:
+        """Return how many blocks a sequence needs beyond its prompt's whole ones."""
+        whole = request.input_length // self._block_tokens
+        return -(-(request.input_length + request.output_length) // self._block_tokens) - whole
