@@ -141,7 +141,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--compose", action="store_true", help="run the tests that build and run containers")
     parser.addoption("--clients", action="store_true", help="run the tests that install other projects' clients")
     parser.addoption("--ray", action="store_true", help="run the tests that start Ray clusters")
-    parser.addoption("--ray-kills", type=int, default=2, help="nodes that die while the application has load")
+    parser.addoption(
+        "--ray-minutes", type=float, default=0, help="six verifiers on three nodes, of which one dies every 2 minutes"
+    )
     parser.addoption("--kubernetes", action="store_true", help="run the tests that need Helm's engine and Envoy")
 
 

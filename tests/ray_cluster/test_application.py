@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import statistics
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +29,24 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-NUM_NODES = 2
-# Before each kill there is this much load without any.
-REST_S = 20.0
+
+@dataclass(frozen=True)
+class Form:
+    """How long nodes die, and how many verifiers on how many nodes have load meanwhile."""
+
+    num_nodes: int
+    num_verifiers: int
+    seconds: float
+    # From one kill to the next one, or longer if not all verifiers are back.
+    period_s: float
+
+    @classmethod
+    def of(cls, config: pytest.Config) -> Form:
+        """Return the long form if --ray-minutes is given, else the short one."""
+        minutes: float = config.getoption("--ray-minutes")
+        return cls(3, 6, 60 * minutes, period_s=120.0) if minutes else cls(2, 3, 60.0, period_s=30.0)
+
+
 ARGUMENTS: dict[str, Any] = {
     "model": str(MODEL),
     "threads": 1,
@@ -63,20 +82,21 @@ def verifiers(least: int, most: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    with ray_cluster(NUM_NODES) as cluster:
+def cluster(request: pytest.FixtureRequest) -> Iterator[RayCluster]:
+    with ray_cluster(Form.of(request.config).num_nodes) as cluster:
         yield cluster
 
 
 async def test_no_token_changes_while_nodes_die_and_verifiers_come_and_go(
     cluster: RayCluster, request: pytest.FixtureRequest
 ) -> None:
+    form = Form.of(request.config)
     application = Application(cluster)
-    application.deploy(ARGUMENTS, verifiers(3, 3))
+    application.deploy(ARGUMENTS, verifiers(form.num_verifiers, form.num_verifiers))
     try:
         await application.until(lambda details: details["status"] == "RUNNING", "running")
         pressure = await Pressure.prepare(application.url, "", draw(60, with_grpc=False))
-        await _lose_nodes(cluster, application, pressure, request.config.getoption("--ray-kills"))
+        await _lose_nodes(cluster, application, pressure, form)
         assert await _metric(application, "sequences_resumed_total") > 0
         await _scale(application, pressure)
         await _update(application, pressure)
@@ -146,17 +166,26 @@ def _log(actors: str) -> str:
     return "".join(text for actor in found for text in get_log(actor_id=actor.actor_id, suffix="err", tail=-1))
 
 
-async def _lose_nodes(cluster: RayCluster, application: Application, pressure: Pressure, num_kills: int) -> None:
+async def _lose_nodes(cluster: RayCluster, application: Application, pressure: Pressure, form: Form) -> None:
     """Kill a node and add one, each time until all verifiers are back."""
+    count, pauses = form.num_verifiers, []
+    ends = time.monotonic() + form.seconds
     async with pressure.by(NUM_CLIENTS):
-        for _ in range(num_kills):
-            await asyncio.sleep(REST_S)
-            before = running(await application.until(lambda details: len(running(details)) == 3, "whole"))
+        while (began := time.monotonic()) < ends:
+            before = running(await application.until(lambda details: len(running(details)) == count, "whole"))
             cluster.replace_node()
-            after = await application.until(
-                lambda details, before=before: len(running(details)) == 3 and running(details) != before, "whole again"
-            )
+            after = await application.until(partial(_is_whole_again, before, count), "whole again")
             assert after["status"] == "RUNNING"
+            pauses.append(time.monotonic() - began)
+            await asyncio.sleep(max(began + form.period_s - time.monotonic(), 0.0))
+    print(f"{cluster.num_killed} of {form.num_nodes} nodes killed in {form.seconds / 60:.0f} minutes")
+    print(f"{count} verifiers again after {statistics.median(pauses):.0f} s (median), {max(pauses):.0f} s at most")
+    print(f"{await _metric(application, 'sequences_resumed_total'):.0f} streams resumed")
+
+
+def _is_whole_again(before: set[str], count: int, details: dict[str, Any]) -> bool:
+    now = running(details)
+    return len(now) == count and now != before
 
 
 async def _scale(application: Application, pressure: Pressure) -> None:
