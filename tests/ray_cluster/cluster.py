@@ -22,7 +22,9 @@ GATEWAYS = "gateways"
 STORE_BYTES = 80 * 2**20
 CORES_OF_NODE = 2
 POLL_S = 0.5
-PATIENCE_S = 400.0
+PATIENCE_S = 900.0
+# Ray gives a node 30 s to start, which is too short where other work has the cores.
+NODE_STARTS = 5
 ENVIRONMENT = {
     # Nodes are processes of this machine, and their workers import the clone's packages.
     "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
@@ -65,7 +67,19 @@ class RayCluster:
         self._nodes.append(self._add())
 
     def _add(self) -> Any:
-        return self._cluster.add_node(num_cpus=CORES_OF_NODE, object_store_memory=STORE_BYTES)
+        return _add_node(self._cluster, num_cpus=CORES_OF_NODE, object_store_memory=STORE_BYTES)
+
+
+def _add_node(cluster: Any, **options: Any) -> Any:
+    """Add a node, the head first; try again if it did not start in Ray's time."""
+    for _ in range(NODE_STARTS - 1):
+        try:
+            return cluster.add_node(**options)
+        except Exception as error:  # Ray raises no class of its own
+            if "timed out during startup" not in str(error):
+                raise
+            print(f"a node did not start: {error}")
+    return cluster.add_node(**options)
 
 
 @contextlib.contextmanager
@@ -78,8 +92,9 @@ def ray_cluster(num_nodes: int) -> Iterator[RayCluster]:
 
     (port,) = free_ports(1)
     head = {"num_cpus": 1, "resources": {GATEWAYS: 1}, "object_store_memory": STORE_BYTES}
-    cluster = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": True, "dashboard_port": port})
+    cluster = Cluster()
     try:
+        _add_node(cluster, **head, include_dashboard=True, dashboard_port=port)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         yield RayCluster(cluster, num_nodes)
     finally:
