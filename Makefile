@@ -42,7 +42,7 @@ PROTOC := python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_pyth
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-all test-clients test-compose test-kubernetes test-lowest test-page test-ray bench bench-drafters bench-load bench-routing bench-gpu-check bench-serving-check chaos lint format docs proto locks setup clean
+.PHONY: help serve test test-all test-clients test-compose test-kubernetes test-lowest test-page test-ray test-ray-short bench bench-drafters bench-load bench-routing bench-gpu-check bench-serving-check chaos lint format docs proto locks setup clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -117,6 +117,9 @@ test-ray: $(RAY) ## Start Ray clusters on this machine, and kill nodes under loa
 
 test-page: $(PAGE) ## Open the page at / in a browser: type, stream, stop, keys, accessibility.
 	@AXE=$(AXE) $(BIN)/python -m pytest --page -rs tests/page $(ARGS)
+
+test-ray-short: $(RAY) ## Start one Ray cluster on this machine, and kill a node under load.
+	@$(BIN)/python -m pytest --ray -rs tests/ray_cluster/test_parts.py tests/ray_cluster/test_executor.py $(ARGS)
 
 test-clients: $(DEV) ## Install other projects' clients, unmodified, and run them against a server.
 	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m pytest --clients -rs tests/clients $(ARGS)

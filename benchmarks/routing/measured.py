@@ -153,7 +153,7 @@ def deployment(num_verifiers: int) -> Iterator[Deployment]:
         gateway = [*command, "gateway", str(DEMO), "--verifier", f"file:{listed}", *ports]
         servers.append(stack.enter_context(running_server("the gateway", gateway)))
         url = f"http://127.0.0.1:{port}"
-        servers[-1].wait_until(lambda: _all_up(url, num_verifiers), READY_TIMEOUT_S)
+        servers[-1].wait_until(lambda: _all_up(url, num_verifiers), READY_TIMEOUT_S * num_verifiers)
         yield Deployment(url, addresses, tuple(psutil.Process(server.pid) for server in servers[:-1]))
 
 

@@ -18,7 +18,7 @@ from drafter_svc.drafter_spec import DrafterSpec, parse_spec, spec_text
 from foretoken import hub
 from foretoken.address import Address
 from foretoken.bench.settings import BenchSettings
-from foretoken.commands import speculators
+from foretoken.commands import kv_event_endpoints, speculators
 from foretoken.commands.given import Given
 from foretoken.config import Flag, Setting, Settings, at_fault, build, flag_of, parse_pairs, settings_of
 from foretoken.drafter_names import check_together
@@ -199,10 +199,12 @@ def gateway_of_cluster(given: Given, file: Path) -> GatewaySettings:
 
     gateway = gateway_of_stack(given, verifiers=[f"file:{file}"])
     stack.check_ports(gateway.host, gateway.port, gateway.grpc_port)
-    verifier_settings(given, address="unix:/none", drafters=[])
-    _check_drafter_flags(given, given.settings(ServeOptions))
+    verifier, options = verifier_settings(given, address="unix:/none", drafters=[]), given.settings(ServeOptions)
+    events = verifier.kv_events, verifier.kv_events_replay, verifier.kv_events_topic
+    kv_event_endpoints.check(*events, options.num_verifiers)
+    _check_drafter_flags(given, options)
     given, _ = speculators.expand(given)
-    drafter_specs(given, given.settings(ServeOptions), [])
+    drafter_specs(given, options, [])
     return gateway.model_copy(update={"model": find_checkpoint(given)})
 
 

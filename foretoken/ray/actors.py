@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from foretoken.commands.kv_event_endpoints import own_words
 from foretoken.ray.command_line import parse
 from foretoken.ray.resources import STRATEGY, bundles
 from foretoken.ray.verifier_process import EndedError, VerifierProcess
@@ -39,6 +40,15 @@ class Order:
     num_verifiers: int
     words: Sequence[str]
     link_token: str | None
+
+    def verifier_name(self, number: int) -> str:
+        return f"{self.name}-verifier-{number}"
+
+    def words_of(self, number: int) -> list[str]:
+        """Return the command line of verifier ``number``."""
+        if self.num_verifiers == 1:
+            return list(self.words)
+        return [*self.words, *own_words(parse(self.words), number, self.verifier_name(number), self.name)]
 
 
 class Verifier:
@@ -66,9 +76,9 @@ async def keep_verifiers(order: Order, file: Path, stop: asyncio.Event) -> None:
     Raises EndedError if one refuses its settings, or ends before any was up.
     """
     shape = bundles(parse(order.words), has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
-    names = [f"{order.name}-verifier-{number}" for number in range(order.num_verifiers)]
+    names = [order.verifier_name(number) for number in range(order.num_verifiers)]
     groups = [placement_group(shape, strategy=STRATEGY, name=name) for name in names]
-    actors = [_start(order, name, group) for name, group in zip(names, groups, strict=True)]
+    actors = [_start(order, number, group) for number, group in enumerate(groups)]
     addresses: dict[Any, str] = {}
     were_up: set[str] = set()
 
@@ -111,15 +121,15 @@ async def keep_verifiers(order: Order, file: Path, stop: asyncio.Event) -> None:
         await asyncio.wait([asyncio.ensure_future(_stop(actor)) for actor in actors], timeout=STOP_TIMEOUT_S)
 
 
-def _start(order: Order, name: str, group: PlacementGroup) -> Any:
+def _start(order: Order, number: int, group: PlacementGroup) -> Any:
     options = {
-        "name": name,
+        "name": order.verifier_name(number),
         "num_cpus": group.bundle_specs[0]["CPU"],
         "num_gpus": group.bundle_specs[0].get("GPU", 0),
         "max_restarts": -1,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
     }
-    return ray.remote(Verifier).options(**options).remote(list(order.words), str(Path.cwd()), order.link_token)
+    return ray.remote(Verifier).options(**options).remote(order.words_of(number), str(Path.cwd()), order.link_token)
 
 
 async def _address(actor: Any) -> str | None:

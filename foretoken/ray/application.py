@@ -66,6 +66,8 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     words = to_words(arguments)
     if refused := sorted(NOT_OF_APPLICATION & parse(words).values.keys()):
         raise ConfigError(f"{refused[0].replace('_', '-')}: has no effect in the Ray application")
+    if "kv_events" in parse(words).values:
+        raise ConfigError("kv-events: verifiers of the Ray application that share a node would share its port")
     words = ["--executor", "ray", *words]
     given = parse(words)
     settings = _gateway_settings(given)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.routing import measured, simulator, trace
+from benchmarks.routing.modelled_cache import ModelledCache
 from benchmarks.routing.modelled_fleet import Death, ModelledFleet, made_up_addresses
-from benchmarks.routing.modelled_verifier import Costs, ModelledVerifier, Sequence
+from benchmarks.routing.modelled_verifier import Costs, ModelledVerifier, Sequence, SharedCores
 from benchmarks.routing.trace import Mix, Request
 
 MIX = Mix(rate=200, seconds=60)
@@ -86,6 +87,36 @@ def test_a_full_cache_drops_what_was_used_longest_ago() -> None:
         drive(verifier)
     # The first was dropped for the third. Of the third the last block had to go for the fourth.
     assert verifier.counts.hit_tokens == 40
+
+
+def test_running_sequences_share_blocks_and_none_starts_without_room() -> None:
+    cache = ModelledCache(10)
+    assert cache.start([1, 2, 3, 4], 1) == 0
+    cache.compute([1, 2, 3, 4])
+    assert cache.start([1, 2, 3, 5], 1) == 3
+    assert cache.num_used == 7
+    # Three are free, and these would need four.
+    assert cache.start([6, 7, 8], 1) is None
+    cache.release([1, 2, 3, 4], 1, 1)
+    assert cache.num_used == 5
+    # The output's block goes first, then the prompt's last block that nobody uses.
+    assert cache.start([6, 7, 8], 1) == 0
+    assert cache.start([1, 2, 3, 4], 0) == 4
+
+
+def test_verifiers_on_one_core_take_twice_as_long() -> None:
+    cores = SharedCores(1)
+    first, second = (ModelledVerifier(COSTS, 10, cores) for _ in range(2))
+    ends = {}
+    for verifier in (first, second):
+        verifier.submit(Sequence(request(40, 3, [1, 2, 3, 4]), 0), 0.0)
+    while (verifier := min(first, second, key=lambda one: one.next_s)).next_s < math.inf:
+        now = verifier.next_s
+        if verifier.advance(now):
+            ends[verifier] = now
+    # A step takes what it takes with the verifiers that compute when it begins: one, then two.
+    assert ends == {first: pytest.approx(0.014 + 2 * 2 * 0.011), second: pytest.approx(2 * (0.014 + 2 * 0.011))}
+    assert cores.num_busy == 0
 
 
 def run(num_verifiers: int, **more: object) -> simulator.Report:

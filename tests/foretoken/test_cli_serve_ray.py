@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 
 from foretoken import liveness
+from foretoken.commands import kv_event_endpoints
+from foretoken.commands.given import Given
+from foretoken.errors import ConfigError
 from foretoken.probes import FileProbe
 from foretoken.stack import VERIFIER_GRACE_S
 from foretoken.supervisor import Service
@@ -19,11 +23,12 @@ from tests.support.command_line import ENVIRONMENT, foretoken, invoke, serve, wo
 SETTINGS = ("--threads", "3", "--disable-radix-cache", "--drain-timeout", "50", "--served-model-name", "a,b")
 DRAFTERS = ("--drafter", "name=x,algorithm=NGRAM", "--drafter", "name=y,algorithm=NGRAM,placement=in-process")
 ADDRESS = "10.0.0.1:7000"
+INSTALLED = ("ray", "zmq", "msgspec")
 
 
 @pytest.fixture(autouse=True)
-def _ray_is_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "ray")
+def _extras_are_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in INSTALLED)
     yield
 
 
@@ -86,10 +91,68 @@ def test_given_credentials_are_used_and_no_token_is_made(
         assert set(flags) <= set(own_words(supervised["verifiers"]))
 
 
-@pytest.mark.parametrize("flags", [("--num-verifiers", "2"), ("--ray-address", "auto"), ("--insecure-links",)])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(("--num-verifiers", "2"), ("--ray-address", "auto"), ("--insecure-links",)),
+        *(("--discovery-interval", "5"), ("--routing-load-bound", "1.5"), ("--drain-timeout", "50")),
+    ],
+)
 def test_what_has_an_effect_in_a_cluster_only_is_refused(tmp_path: Path, flags: tuple[str, ...]) -> None:
     result = foretoken("serve", str(tmp_path), *flags, "--dry-run")
     assert (result.returncode, result.stderr) == (2, f"foretoken: {flags[0]} has an effect with --executor ray only\n")
+
+
+def test_each_verifier_publishes_kv_events_at_endpoints_of_its_own(
+    tmp_path: Path, served: dict[str, tuple[Any, ...]], supervised: dict[str, Service]
+) -> None:
+    events = ("--kv-events", "tcp://*:5557", "--kv-events-replay", "ipc:///run/replay")
+    serve(str(tmp_path), "--executor", "ray", "--num-verifiers", "3", *events)
+    line = own_words(supervised["verifiers"])
+    given = Given({"kv_events": events[1], "kv_events_replay": events[3]})
+    endpoints = []
+    for number in range(3):
+        own = kv_event_endpoints.own_words(given, number, f"a-{number}", "m")
+        supervised.clear()
+        served.clear()
+        invoke("serve", *line, *own, "--executor", "ray", "--insecure-links", "--verifier-address", ADDRESS)
+        invoke(*words(supervised["verifier"]))
+        verifier, _ = served["verifier"]
+        endpoints.append((verifier.kv_events, verifier.kv_events_replay, verifier.kv_events_topic))
+    assert endpoints == [
+        ("tcp://*:5557", "ipc:///run/replay", "kv@a-0@m"),
+        ("tcp://*:5558", "ipc:///run/replay-1", "kv@a-1@m"),
+        ("tcp://*:5559", "ipc:///run/replay-2", "kv@a-2@m"),
+    ]
+    assert kv_event_endpoints.own_words(Given({}), 1, "a-1", "m") == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (
+            ("--kv-events", "tcp://*:5557", "--kv-events-replay", "tcp://127.0.0.1:5558"),
+            "--kv-events and --kv-events-replay need 2 ports each, one for each verifier: "
+            "those from tcp://*:5557 and from tcp://127.0.0.1:5558 on overlap",
+        ),
+        (
+            ("--kv-events", "tcp://*:65535"),
+            "2 verifiers need a port each for KV events: there is no tcp://*:65536",
+        ),
+        (
+            ("--kv-events", "tcp://*:5557", "--kv-events-topic", "kv@pod@m"),
+            "--kv-events-topic names one verifier, and each of --num-verifiers needs a topic of its own",
+        ),
+    ],
+)
+def test_verifiers_that_would_share_an_endpoint_or_a_topic_are_refused(
+    tmp_path: Path, supervised: dict[str, Service], flags: tuple[str, ...], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(reason)}$"):
+        serve(str(tmp_path), "--executor", "ray", "--num-verifiers", "2", *flags)
+    assert not supervised
+    serve(str(tmp_path), "--executor", "ray", *flags)
+    assert supervised
 
 
 def test_without_ray_one_line_says_what_to_install(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
@@ -39,10 +40,12 @@ def cluster() -> Iterator[RayCluster]:
 
 
 async def test_streams_outlive_a_node_and_a_fresh_one_is_taken_in(cluster: RayCluster, tmp_path: Path) -> None:
-    port, grpc_port = free_ports(2)
+    port, grpc_port, events, *free = free_ports(9)
+    replay = next(port for port in free if abs(port - events) >= 3)
     command = [sys.executable, "-P", "-m", "foretoken", "serve", str(MODEL), *FLAGS, "--verifier-wait", "300"]
     command += ["--executor", "ray", "--num-verifiers", "3", "--ray-address", cluster.address]
     command += ["--port", str(port), "--grpc-port", str(grpc_port)]
+    command += ["--kv-events", f"tcp://127.0.0.1:{events}", "--kv-events-replay", f"tcp://127.0.0.1:{replay}"]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -58,6 +61,7 @@ async def test_streams_outlive_a_node_and_a_fresh_one_is_taken_in(cluster: RayCl
                 _kill_stack(min(after))
                 assert min(after) not in await _until_up(port, 3, other_than=after)
             pressure.check()
+            assert _topics(events, replay, 3) == [f"kv@target-verifier-{number}@target" for number in range(3)]
             process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(process.wait, STOP_TIMEOUT_S) == 0, (tmp_path / "log").read_text()
             assert _actors() == set()
@@ -81,6 +85,18 @@ async def _until_up(port: int, count: int, other_than: set[str] | None = None) -
                 continue
             found = {verifier["address"] for verifier in verifiers if verifier["up"]}
     return found
+
+
+def _topics(events: int, replay: int, count: int) -> list[str]:
+    """Return the topics that verifiers publish at so many ports from the given ones on."""
+    from tests.support.kv_subscriber import Subscriber
+
+    topics = []
+    for number in range(count):
+        endpoints = (f"tcp://127.0.0.1:{port + number}" for port in (events, replay))
+        with contextlib.closing(Subscriber(*endpoints)) as subscriber:
+            topics.append(subscriber.replay(0)[0].topic)
+    return topics
 
 
 def _kill_stack(address: str) -> None:
