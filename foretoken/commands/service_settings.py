@@ -340,8 +340,11 @@ def _check_drafter_flags(given: Given, options: ServeOptions) -> None:
     """Raise ConfigError for what is wrong with drafters' flags whatever MODEL is, before a hub is asked."""
     for text in options.drafters:
         parse_spec(text)
-    own = {row.field for row in ALGORITHMS.values()} & given.values.keys()
-    build(DrafterSettings, {"address": "unix:/none"} | {field: given.values[field] for field in own})
+    for row in ALGORITHMS.values():
+        if row.options and row.field in given.values:
+            model = {"speculative_draft_model_path": "none"} if row.needs_model else {}
+            options = {"algorithm": row.name, row.field: given.values[row.field]} | model
+            build(DrafterSettings, {"address": "unix:/none"} | options)
 
 
 def drafter_specs(given: Given, options: ServeOptions, notices: list[str]) -> list[DrafterSpec]:

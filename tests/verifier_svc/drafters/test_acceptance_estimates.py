@@ -12,7 +12,7 @@ import pytest
 
 from verifier_svc.drafters.acceptance_estimates import AcceptanceEstimates, AcceptanceRate
 from verifier_svc.drafters.counters import DrafterCounters
-from verifier_svc.drafters.request import DEFAULT_STEPS, TreeBounds
+from verifier_svc.drafters.request import DEFAULT_STEPS, Shape, TreeBounds
 from verifier_svc.drafters.waits import DraftTimes
 
 
@@ -82,13 +82,13 @@ def test_a_wait_that_was_long_ago_is_believed_ever_less_until_the_next() -> None
 
 def test_shapes_by_flag_are_exact_and_others_follow_the_reach() -> None:
     fixed = TreeBounds(16, 5, 4)
-    assert fixed.of_row(True, 1, 15) == fixed.of_row(True, 9, 15) == (16, 5, 4)
-    assert fixed.of_row(True, 5, 3) == (4, 3, 4), "never more than may still be emitted"
+    assert fixed.of_row(True, 1, 15) == fixed.of_row(True, 9, 15) == Shape(16, 5, 4)
+    assert fixed.of_row(True, 5, 3) == Shape(4, 3, 4), "never more than may still be emitted"
     free = TreeBounds(8)
     assert free.of_row(True, 2, 7).depth == 2 and free.of_row(True, 40, 7).depth == DEFAULT_STEPS
     assert free.of_row(True, 2, 7).nodes < free.of_row(True, 5, 7).nodes <= 8
-    assert free.of_row(False, 3, 7) == (4, 3, 8), "without a model reach counts tokens"
-    assert free.of_row(False, 3, 2) == (3, 2, 8)
+    assert free.of_row(False, 3, 7) == Shape(4, 3, 8), "without a model reach counts tokens"
+    assert free.of_row(False, 3, 2) == Shape(3, 2, 8)
 
 
 def test_rows_that_are_observed_together_count_like_rows_one_by_one() -> None:
