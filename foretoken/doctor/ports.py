@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from foretoken import stack
-from foretoken.doctor.finding import Finding, fault, tried
+from foretoken.doctor.finding import Finding, fault, ok, warning
+from foretoken.errors import ForetokenError
 
 
 def check_ports(host: str, port: int, grpc_port: int) -> list[Finding]:
@@ -13,7 +12,13 @@ def check_ports(host: str, port: int, grpc_port: int) -> list[Finding]:
     if port == grpc_port:
         return [fault("ports", f"--port and --grpc-port are both {port}", "choose another")]
     rows = ((port, "--port", "PORT"), (grpc_port, "--grpc-port", "GRPC_PORT"))
-    return [
-        tried(f"port {number}", partial(stack.check_port_free, host, number, flag, variable), f"free on {host}")
-        for number, flag, variable in rows
-    ]
+    return [_check(host, *row) for row in rows]
+
+
+def _check(host: str, number: int, flag: str, variable: str) -> Finding:
+    check = f"port {number}"
+    try:
+        stack.check_port_free(host, number, flag, variable)
+    except ForetokenError as error:
+        return warning(check, error.message, "right if foretoken serves there already")
+    return ok(check, f"free on {host}")

@@ -210,7 +210,8 @@ def test_ports() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         used, free = check_ports("127.0.0.1", port, first)
-    assert (used.level, free.level) == ("fault", "ok")
+    # foretoken itself may be what uses it.
+    assert (used.level, free.level) == ("warning", "ok")
     assert f"port {port} is in use; choose another with --port" in used.found
 
 

@@ -52,9 +52,10 @@ def _cluster(name: str, addresses: list[str], health: dict[str, Any], protocol: 
 
 def config(port: int, admin_port: int, rest: list[str], grpc: list[str]) -> dict[str, Any]:
     """Return a configuration: by the destination's header if there is one, gRPC by h2c, the rest by HTTP/1."""
-    # A refusal that a gateway sends before it begins may be tried again; what has begun never is.
+    # A refusal that a gateway sends before it begins may be tried again, and a request whose connection ended before
+    # any answer: a gateway that drains closes kept connections. An answer that has begun never is.
     retries = {
-        "retry_on": "connect-failure,refused-stream,retriable-status-codes,unavailable",
+        "retry_on": "connect-failure,refused-stream,reset,retriable-status-codes,unavailable",
         "retriable_status_codes": [503],
         "num_retries": 3,
         "retry_host_predicate": [

@@ -13,11 +13,13 @@ const REFRESH_MS = 3000;
 const sources = new Sources();
 const keyDialog = new KeyDialog(() => {
   showAlert(byId("alert"));
+  // A key that is not right is asked for again.
+  hasAsked = false;
   refresh();
 });
 const generator = new Generator(sources, (reason) => keyDialog.open(reason));
 const operator = new OperatorView();
-// Asks once; after that only a run asks again.
+// Asks once for each key; after that only a run asks again.
 let hasAsked = false;
 
 new Tabs(document.querySelector("[role=tablist]"), (tab) => {

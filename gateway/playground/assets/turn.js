@@ -117,8 +117,10 @@ export class Turn {
       ? `The same text: all ${ours.length} tokens are equal.`
       : `The texts differ from token ${differsAt} on. On a GPU near-ties may be rounded differently; `
         + "--numerics strict prevents that.";
-    this.verdict.replaceChildren(element("strong", {text: speed}), element("span", {text: same}));
+    const note = drafted.numAccepted ? "" : " No token came from a drafter, so the times say nothing.";
+    this.verdict.replaceChildren(element("strong", {text: speed}), element("span", {text: same + note}));
     this.verdict.classList.toggle("same", isSame);
+    this.verdict.classList.toggle("slower", ratio !== null && ratio < 1);
     this.verdict.classList.toggle("faster", ratio > 1);
     this.verdict.hidden = false;
     const share = ours.length ? drafted.numAccepted / ours.length : 0;
