@@ -343,8 +343,8 @@ def _check_drafter_flags(given: Given, options: ServeOptions) -> None:
     for row in ALGORITHMS.values():
         if row.options and row.field in given.values:
             model = {"speculative_draft_model_path": "none"} if row.needs_model else {}
-            options = {"algorithm": row.name, row.field: given.values[row.field]} | model
-            build(DrafterSettings, {"address": "unix:/none"} | options)
+            options: dict[str, Any] = {"algorithm": row.name, row.field: given.values[row.field]}
+            build(DrafterSettings, {"address": "unix:/none", **options, **model})
 
 
 def drafter_specs(given: Given, options: ServeOptions, notices: list[str]) -> list[DrafterSpec]:
