@@ -342,9 +342,10 @@ def _check_drafter_flags(given: Given, options: ServeOptions) -> None:
         parse_spec(text)
     for row in ALGORITHMS.values():
         if row.options and row.field in given.values:
-            model = {"speculative_draft_model_path": "none"} if row.needs_model else {}
-            options: dict[str, Any] = {"algorithm": row.name, row.field: given.values[row.field]}
-            build(DrafterSettings, {"address": "unix:/none", **options, **model})
+            values: dict[str, Any] = {"address": "unix:/none", "algorithm": row.name, row.field: given.values[row.field]}
+            if row.needs_model:
+                values["speculative_draft_model_path"] = "none"
+            build(DrafterSettings, values)
 
 
 def drafter_specs(given: Given, options: ServeOptions, notices: list[str]) -> list[DrafterSpec]:
