@@ -342,7 +342,11 @@ def _check_drafter_flags(given: Given, options: ServeOptions) -> None:
         parse_spec(text)
     for row in ALGORITHMS.values():
         if row.options and row.field in given.values:
-            values: dict[str, Any] = {"address": "unix:/none", "algorithm": row.name, row.field: given.values[row.field]}
+            values: dict[str, Any] = {
+                "address": "unix:/none",
+                "algorithm": row.name,
+                row.field: given.values[row.field],
+            }
             if row.needs_model:
                 values["speculative_draft_model_path"] = "none"
             build(DrafterSettings, values)
