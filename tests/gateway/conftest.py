@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn.server
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
@@ -85,15 +82,6 @@ class Stack:
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         lines = [line for line in text.splitlines() if line.startswith(name + "{") and all(w in line for w in wanted)]
         return float(lines[0].rsplit(" ", 1)[1]) if lines else 0.0
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _short_pause() -> Iterator[None]:
-    """Shorten uvicorn's pause of 100 ms in each shutdown: these tests stop a thousand gateways."""
-    short = SimpleNamespace(**vars(asyncio) | {"sleep": lambda delay_s: asyncio.sleep(delay_s / 20)})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uvicorn.server, "asyncio", short)
-        yield
 
 
 @pytest.fixture(scope="session")
