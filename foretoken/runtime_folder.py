@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+# Of the folder's name.
+PREFIX = "foretoken-"
 # If the owner is killed, a script of this name in the folder runs before the folder is removed. It
 # ends processes that the kernel does not end with the owner.
 AT_END = "at-end.sh"
@@ -22,7 +24,7 @@ def runtime_folder() -> Iterator[Path]:
 
     A waiting shell removes it after the block, or if this process is killed.
     """
-    folder = Path(tempfile.mkdtemp(prefix="foretoken-"))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     cleaner = subprocess.Popen(
         ["/bin/sh", "-c", _CLEANER, str(folder)],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Remember the figures of requests that ended lately, for the operator. No text, and no names of clients."""
+"""Remember the figures of requests that ended lately, for the operator: no text, and of a key only its name."""
 
 from __future__ import annotations
 

@@ -19,14 +19,11 @@ def counters(address: Address) -> Counters:
     """Return all counters of ``address``, foretoken's or vLLM's, by name and kept labels.
 
     Raises:
-        StreamError: the server did not answer.
+        StreamError: the server did not answer, or not with metrics.
     """
-    try:
-        status, body = get(address, "/metrics", 30.0)
-    except (OSError, StreamError) as error:
-        raise StreamError(f"http://{address.host}:{address.port}/metrics: {error}") from error
+    status, body = get(address, "/metrics", 30.0)
     if status != 200:
-        raise StreamError(f"/metrics: status {status}: {body[:200]!r}")
+        raise StreamError(f"{address}/metrics: status {status}: {body[:200]!r}")
     return parse(body.decode())
 
 

@@ -16,7 +16,6 @@ from pydantic import BaseModel, Field, ValidationError
 from drafter_svc.algorithms import find_algorithm
 from foretoken import hub
 from foretoken.commands.given import Given
-from foretoken.config import at_fault
 from foretoken.errors import ConfigError
 
 
@@ -63,9 +62,9 @@ def expand(given: Given) -> tuple[Given, list[str]]:
     if "speculators_config" not in raw:
         return given, []
     config, algorithm = _parse(typed, raw)
-    target = _target(typed, config, algorithm)
+    target, of_target = _target(typed, config, algorithm)
     notices = [f"{typed} is a draft head of algorithm {algorithm}; the target is {target}, which its config.json names"]
-    notices += _unlike(typed, config.verifier, target)
+    notices += _unlike(typed, config.verifier, target, of_target)
     chosen = values.get("speculative_algorithm")
     if not values.get("drafters") and (chosen is None or _is_algorithm(chosen, algorithm)):
         # The head's revision is not the target's.
@@ -117,8 +116,8 @@ def _parse(typed: str, raw: dict[str, Any]) -> tuple[_SpeculatorsConfig, str]:
     return config, row.name
 
 
-def _target(typed: str, config: _SpeculatorsConfig, algorithm: str) -> str:
-    """Return the target that a head names, which exists."""
+def _target(typed: str, config: _SpeculatorsConfig, algorithm: str) -> tuple[str, dict[str, Any]]:
+    """Return the target that a head names, which exists, and its config."""
     way = f"name it: foretoken serve TARGET --speculative-algorithm {algorithm} --speculative-draft-model-path {typed}"
     target = config.verifier.name_or_path
     if not target:
@@ -132,13 +131,12 @@ def _target(typed: str, config: _SpeculatorsConfig, algorithm: str) -> str:
         raise ConfigError(f"{typed}: config.json names the target {target}, where no config.json is found; {way}")
     if "speculators_config" in raw:
         raise ConfigError(f"{typed}: config.json names the target {target}, which is a draft head itself; {way}")
-    return target
+    return target, raw
 
 
-def _unlike(typed: str, verifier: _Verifier, target: str) -> list[str]:
+def _unlike(typed: str, verifier: _Verifier, target: str, of_target: dict[str, Any]) -> list[str]:
     """Return what to say if a target has another architecture than its head was trained for."""
-    with at_fault(typed):
-        found = _read(hub.config_file(target)).get("architectures") or []
+    found = of_target.get("architectures") or []
     if not verifier.architectures or not found or set(found) & set(verifier.architectures):
         return []
     return [f"{target} is a {', '.join(found)}; {typed} was trained for a {', '.join(verifier.architectures)}"]

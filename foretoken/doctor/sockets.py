@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from foretoken.doctor.finding import Finding, fault, ok
+from foretoken.rpc import MAX_UNIX_PATH_BYTES
+from foretoken.runtime_folder import PREFIX
 
 _NAME = "sockets"
-# Size of a path in sockaddr_un, with its closing zero.
-MAX_PATH = 108
-# As the runtime folder of a stack is called.
-_PREFIX = "foretoken-"
 
 
 def check_sockets(parent: Path, drafters: Iterable[str]) -> Finding:
@@ -21,11 +20,12 @@ def check_sockets(parent: Path, drafters: Iterable[str]) -> Finding:
     longest = max(("verifier", *(f"drafters/{name}" for name in drafters)), key=len)
     advice = "set TMPDIR to a short path on a local disk that this user may write to"
     try:
-        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent) as folder:
+        with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent) as folder:
             path = Path(folder) / f"{longest}.sock"
-            length = len(str(path).encode())
-            if length >= MAX_PATH:
-                return fault(_NAME, f"{path} has {length} bytes, and a socket's path less than {MAX_PATH}", advice)
+            length = len(os.fsencode(path))
+            if length > MAX_UNIX_PATH_BYTES:
+                most = f"a socket's path less than {MAX_UNIX_PATH_BYTES + 1}"
+                return fault(_NAME, f"{path} has {length} bytes, and {most}", advice)
             path.parent.mkdir(exist_ok=True)
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 probe.bind(str(path))

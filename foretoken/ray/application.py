@@ -64,9 +64,10 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         ConfigError: a setting is unknown or wrong, or has no effect here.
     """
     words = to_words(arguments)
-    if refused := sorted(NOT_OF_APPLICATION & parse(words).values.keys()):
+    named = parse(words).values.keys()
+    if refused := sorted(NOT_OF_APPLICATION & named):
         raise ConfigError(f"{refused[0].replace('_', '-')}: has no effect in the Ray application")
-    if "kv_events" in parse(words).values:
+    if "kv_events" in named:
         raise ConfigError("kv-events: verifiers of the Ray application that share a node would share its port")
     words = ["--executor", "ray", *words]
     given = parse(words)

@@ -19,10 +19,11 @@ from foretoken.doctor.multi_process import MpsFacts, check_mps, read_mps
 from foretoken.doctor.packages import check_packages
 from foretoken.doctor.ports import check_ports
 from foretoken.doctor.python import check_python
-from foretoken.doctor.sockets import MAX_PATH, check_sockets
+from foretoken.doctor.sockets import check_sockets
 from foretoken.doctor.space import Space, check_disk, check_shm, read_space
 from foretoken.doctor.torch_build import TorchBuild, check_torch, read_build
 from foretoken.errors import ConfigError
+from foretoken.rpc import MAX_UNIX_PATH_BYTES
 from tests.support.command_line import DEMO
 
 CPU_BUILD, CUDA_BUILD = TorchBuild("2.11.0+cpu", "", has_gpu=False), TorchBuild("2.11.0", "12.8", has_gpu=True)
@@ -183,10 +184,14 @@ def test_sockets(tmp_path: Path) -> None:
     assert check_sockets(short, ["ngram"]).level == "ok"
     missing = check_sockets(tmp_path / "none", [])
     assert (missing.level, "No such file" in missing.found) == ("fault", True)
-    deep = tmp_path / ("x" * MAX_PATH)
+    deep = tmp_path / ("x" * MAX_UNIX_PATH_BYTES)
     deep.mkdir()
     found = check_sockets(deep, [])
-    assert (found.level, f"less than {MAX_PATH}" in found.found, "TMPDIR" in found.advice) == ("fault", True, True)
+    assert (found.level, f"less than {MAX_UNIX_PATH_BYTES + 1}" in found.found, "TMPDIR" in found.advice) == (
+        "fault",
+        True,
+        True,
+    )
     assert not list(deep.iterdir())
 
 

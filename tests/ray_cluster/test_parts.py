@@ -49,6 +49,13 @@ def test_what_ray_serve_does_itself_is_refused(arguments: dict[str, Any]) -> Non
         app({"model": "demo", **arguments})
 
 
+def test_verifiers_of_an_application_cannot_share_a_port_for_kv_events() -> None:
+    from foretoken.ray import app
+
+    with pytest.raises(ConfigError, match="kv-events: verifiers of the Ray application that share a node"):
+        app({"model": "demo", "kv-events": "tcp://*:5557"})
+
+
 @pytest.mark.parametrize(
     ("words", "has_gpus", "bundle"),
     [
