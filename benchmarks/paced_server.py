@@ -50,7 +50,7 @@ class PacedServer:
                 else:
                     await self._stream(writer, body, at)
         except ConnectionError:
-            # The client has gone: nobody waits for the rest.
+            # The client has gone, and the rest has no reader.
             pass
         finally:
             writer.close()

@@ -70,7 +70,7 @@ class _Stage:
     """The buffers of one shape."""
 
     def __init__(self, resident: ResidentPass, walk: WalkStage, *, is_shared: bool) -> None:
-        self.resident, self.walk, self.is_shared = resident, walk, is_shared
+        self.resident, self.walk = resident, walk
         arrays, asked = resident.batch.arrays, walk.asked.device
         self.rows = StepRows(
             row_starts=arrays.row_starts,
@@ -89,8 +89,9 @@ class _Stage:
             num_nodes=walk.found.device["num_nodes"],
         )
         self.tables = SendRing(arrays.block_tables, _TABLES_IN_FLIGHT)
-        # Most rows of each seat, where they are shared.
-        self.widths = PinnedBuffers({"widths": ((resident.batch.shape.seqs,), torch.int32)}, arrays.row_starts.device)
+        # Most rows of each seat. None: rows are not shared.
+        sizes = {"widths": ((resident.batch.shape.seqs,), torch.int32)}
+        self.widths = PinnedBuffers(sizes, arrays.row_starts.device) if is_shared else None
         # The first row of each seat, and the trees that the rows got.
         self.starts = FetchBuffer(arrays.row_starts)
         self.tokens, self.parents = FetchBuffer(asked["tokens"]), FetchBuffer(asked["parents"])
@@ -554,7 +555,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         # Where rows are shared, a kernel divides them in each step.
         starts[: last + 1] = np.minimum(np.cumsum([0, *widths[:-1]]), num_rows)
         stage.resident.batch.clear(starts)
-        if stage.is_shared:
+        if stage.widths is not None:
             stage.widths.wait()
             stage.widths.host["widths"][:] = 0
             stage.widths.host["widths"][: last + 1] = widths
@@ -673,7 +674,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
 
     def _lay_out(self, stage: _Stage, max_width: int) -> None:
         found = DraftedTrees(**self._found.device)
-        if stage.is_shared:
+        if stage.widths is not None:
             share_rows(
                 self._state,
                 self._drafted,

@@ -21,7 +21,7 @@ class ModelledCache:
         self._computed: set[int] = set()
         # Blocks of running sequences besides: what follows a prompt's whole blocks.
         self._num_private = 0
-        # Blocks that nobody uses, and that can be found: released longest ago first.
+        # Unused blocks that still hold a prefix; the one that was released first comes first.
         self._unused: OrderedDict[int, None] = OrderedDict()
         self._last_output_block = 0
 
