@@ -174,7 +174,7 @@ class DevicePass:
             if rows > 0 and fetch is not None:
                 self._fetch_and_norm(operation, fetch, arrays, rows)
             elif rows > 0:
-                self._launch(operation, turned, arrays, rows, planned)
+                self._launch(operation, turned, arrays, rows if operation.attention is None else num_rows, planned)
 
     def _launch(
         self,

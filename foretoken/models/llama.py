@@ -17,6 +17,9 @@ from foretoken.models.executor import Executor, Loaded
 from foretoken.models.forward_pass import ForwardPass, LoadedProgram
 from foretoken.models.program import Attention, Columns, LayerShape, Program
 
+# A pass that wants the logits of every second row or fewer leaves out what the last layer computes of the others.
+_FEW = 2
+
 
 class Llama(Generic[Loaded]):
     """One decoder and the executor that runs it. Only one thread at a time may use it."""
@@ -25,7 +28,8 @@ class Llama(Generic[Loaded]):
         self.config = config
         self._weights = weights
         self._executor = executor
-        self._programs: dict[tuple[int, ...], Loaded] = {}
+        # By the hidden states to keep, and whether few rows' logits are wanted.
+        self._programs: dict[tuple[tuple[int, ...], bool], Loaded] = {}
         # Rows and width of the hidden states that the last pass kept.
         self._captured = (0, 0)
 
@@ -57,16 +61,27 @@ class Llama(Generic[Loaded]):
             ValueError: an index of the batch is out of range, or there is no such hidden state;
                 nothing was written.
         """
-        self._executor.run(self._loaded(features), batch)
+        wants_few = _FEW * len(batch.logit_rows) <= batch.num_rows and self._end_before_last_layer(features)
+        self._executor.run(self._loaded(features, wants_few=wants_few), batch)
         self._captured = (batch.num_rows, len(features) * self.config.hidden_size)
         return self._executor.buffer(kernel.LOGITS, len(batch.logit_rows), self.config.vocab_size)
 
-    def _loaded(self, features: tuple[int, ...]) -> Loaded:
-        if features not in self._programs:
-            self._programs[features] = self._executor.load(self._program(features))
-        return self._programs[features]
+    def _end_before_last_layer(self, features: tuple[int, ...]) -> bool:
+        """Return whether no hidden state is kept that the last layer computes."""
+        return all(feature != FINAL_NORM and feature < self.config.num_layers for feature in features)
 
-    def _program(self, features: tuple[int, ...]) -> Program:
+    def _loaded(self, features: tuple[int, ...], *, wants_few: bool = False) -> Loaded:
+        key = features, wants_few
+        if key not in self._programs:
+            self._programs[key] = self._executor.load(self._program(features, wants_few=wants_few))
+        return self._programs[key]
+
+    def _program(self, features: tuple[int, ...], *, wants_few: bool) -> Program:
+        """Return the program that keeps these hidden states.
+
+        ``wants_few``: the last layer computes what follows its KV entries only for rows whose logits are wanted. That
+        is a copy more for each of them.
+        """
         config, weights = self.config, self._weights
         for feature in features:
             if feature != FINAL_NORM and not 0 <= feature <= config.num_layers:
@@ -78,16 +93,21 @@ class Llama(Generic[Loaded]):
             kept.setdefault(feature, []).append(Columns(kernel.FEATURES, size, i * size, len(features) * size))
         program.embed(weights.embedding, config.tie_word_embeddings, hidden)
         shape = LayerShape(size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim, size)
+        last = config.num_layers - 1
         for index, layer in enumerate(weights.layers):
             for columns in kept.get(index, ()):
                 program.copy(hidden, columns)
             program.norm(hidden, layer.input_norm, normed)
-            program.layer(shape, Attention(index, layer))
+            add = program.last_layer if wants_few and index == last else program.layer
+            add(shape, Attention(index, layer))
         for columns in kept.get(config.num_layers, ()):
             program.copy(hidden, columns)
         for columns in kept.get(FINAL_NORM, ()):
             program.norm(hidden, weights.final_norm, columns)
-        program.norm(hidden, weights.final_norm, normed, kernel.GATHERED)
+        if wants_few:
+            program.norm(Columns(kernel.OUTPUT, size), weights.final_norm, normed, kernel.WANTED)
+        else:
+            program.norm(hidden, weights.final_norm, normed, kernel.GATHERED)
         program.logits(weights.head, size, config.vocab_size)
         return program
 

@@ -67,7 +67,7 @@ class Operation(NamedTuple):
     Attributes:
         code: EMBED, COPY, ...
         out, x: the columns that it writes and reads.
-        rows: EVERY_ROW, GATHERED or WANTED.
+        rows: EVERY_ROW, GATHERED or WANTED. ATTEND has all rows; WANTED: unless none is wanted.
         weight: for EMBED, FILL, NORM and LINEAR.
         mode: for LINEAR; for EMBED, whether the embedding is in panels.
         zero_position: for EMBED: rows at this position become zeros; -1: no row does.
@@ -90,7 +90,7 @@ class Program:
 
     Attributes:
         row_widths: elements of a row, by buffer.
-        wanted_widths: the same for buffers that only have rows whose logits are wanted.
+        wanted_widths: the same for rows whose logits are wanted, in buffers that have these side by side.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -132,6 +132,26 @@ class Program:
         self.linear(normed, weights.gate_up, gated, SILU_AND_MULTIPLY)
         self.linear(gated, weights.down, hidden, ADD)
 
+    def last_layer(self, shape: LayerShape, attention: Attention) -> None:
+        """Add a layer's KV entries of all rows, and its output of the wanted ones, side by side in OUTPUT.
+
+        Its input is in HIDDEN, and normed in NORMED.
+        """
+        weights = attention.weights
+        attended = Columns(kernel.ATTENTION_OUT, shape.num_heads * shape.head_dim)
+        gathered = Columns(kernel.NORMED, attended.size)
+        normed, gated = Columns(kernel.NORMED, shape.hidden_size), Columns(kernel.GATED, shape.intermediate_size)
+        out = Columns(kernel.OUTPUT, shape.hidden_size)
+        self.kv_entries(shape, attention)
+        qkv = Columns(kernel.QKV_OUT, shape.qkv_size)
+        self._add(Operation(kernel.ATTEND, attended, qkv, kernel.WANTED, attention=attention))
+        self.copy(attended, gathered, kernel.GATHERED)
+        self.copy(Columns(kernel.HIDDEN, shape.hidden_size), out, kernel.GATHERED)
+        self.linear(gathered, weights.output, out, ADD, kernel.WANTED)
+        self.norm(out, weights.post_attention_norm, normed, kernel.WANTED)
+        self.linear(normed, weights.gate_up, gated, SILU_AND_MULTIPLY, kernel.WANTED)
+        self.linear(gated, weights.down, out, ADD, kernel.WANTED)
+
     def kv_entries(self, shape: LayerShape, attention: Attention) -> None:
         """Write a layer's KV entries; its normed input is in NORMED."""
         qkv = Columns(kernel.QKV_OUT, shape.qkv_size)
@@ -146,6 +166,8 @@ class Program:
     def _add(self, operation: Operation) -> None:
         for columns in (operation.x, operation.out):
             if columns is not None and columns.buffer != kernel.GIVEN:
-                widths = self.wanted_widths if columns.buffer == kernel.LOGITS else self.row_widths
+                is_gathered = operation.rows == kernel.GATHERED and columns is operation.x
+                has_all = operation.rows == kernel.EVERY_ROW or operation.attention is not None or is_gathered
+                widths = self.row_widths if has_all else self.wanted_widths
                 widths[columns.buffer] = max(widths.get(columns.buffer, 0), columns.width)
         self.operations.append(operation)

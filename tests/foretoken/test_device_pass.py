@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +178,27 @@ def test_in_strict_mode_a_row_has_the_same_bits_in_any_batch(folder: Path, dtype
         assert torch.equal(chunk[6:], alone)
         assert torch.equal(node_rows[[0, 2, 5]], alone[1:])
         assert alone.isfinite().all() and not torch.equal(node_rows[1], node_rows[2])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_rows_whose_logits_nobody_wants_need_no_last_layer(folder: Path, strict: bool, device: str) -> None:
+    """Logits, hidden states and KV entries are the CPU's, and in strict mode those of a pass that wants all."""
+    text, table = [int(token) for token in np.arange(1, 12) * 5 % 30], [3, 7, 1]
+    whole = batch([prompt(text, table)], [table], [0])
+    config, weights, cache = loaded(folder, Backend("gpu", torch.device(device)), torch.float32)
+    model = DeviceLlama(config, weights, cache, 64, SIZES, strict=strict)
+    cache.data.fill_(0)
+    expected, features = model.forward(whole, (1,)).clone(), model.features.clone()
+    entries, ours = cache.data.clone(), host_llama(folder)
+    close = {"rtol": 0, "atol": 0} if strict else {"rtol": 1e-3, "atol": 1e-4}
+    for wanted in ([2, 10], []):
+        few = replace(whole, logit_rows=np.array(wanted, np.int32))
+        cache.data.fill_(0)
+        found = model.forward(few, (1,)).clone()
+        torch.testing.assert_close(found, expected[wanted], **close)
+        torch.testing.assert_close(model.features, features, **close)
+        torch.testing.assert_close(cache.data, entries, **close)
+        torch.testing.assert_close(found.cpu(), ours.forward(few, (1,)), rtol=1e-3, atol=1e-4)
 
 
 def test_buckets_hold_what_they_are_asked_to() -> None:

@@ -94,12 +94,18 @@ def random_model(name: str) -> PreTrainedModel:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, threads: int = 1, block_size: int = BLOCK_SIZE) -> HostLlama:
+    return load_with_cache(folder, dtype, threads, block_size)[0]
+
+
+def load_with_cache(
+    folder: Path, dtype: torch.dtype = torch.float32, threads: int = 1, block_size: int = BLOCK_SIZE
+) -> tuple[HostLlama, KVCache]:
     config = load_config(folder)
     with Checkpoint(folder) as checkpoint:
         weights = load_decoder_weights(config, checkpoint, dtype, lambda done, total, what: None)
     blocks = NUM_BLOCKS * BLOCK_SIZE // block_size
     cache = KVCache(config.num_layers, blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
-    return HostLlama(config, weights, cache, config.max_position_embeddings, threads)
+    return HostLlama(config, weights, cache, config.max_position_embeddings, threads), cache
 
 
 @pytest.fixture(params=MODELS)

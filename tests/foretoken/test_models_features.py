@@ -14,7 +14,7 @@ from foretoken.models.batch import ForwardBatch
 from foretoken.models.llama import HostLlama
 from foretoken.models.row_check import rows_are_independent
 from foretoken.models.target_weights import TargetWeights
-from tests.foretoken.test_models import PARENTS, Paged, load, oracle, pair, paths, random_model, some_tokens
+from tests.foretoken.test_models import PARENTS, Paged, load, load_with_cache, oracle, pair, paths, random_model, some_tokens
 
 __all__ = ["pair"]
 
@@ -60,6 +60,28 @@ def test_features_of_all_rows_though_logits_of_few(pair: tuple[PreTrainedModel, 
     torch.testing.assert_close(
         logits[0], oracle(model, np.concatenate([prefix, nodes[paths(PARENTS)[4]]]))[-1], rtol=0, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("asked", [(), (0, 2), (2, FINAL_NORM), (3,)])
+@pytest.mark.parametrize("name", ["llama", "llama, head dimension 80, no groups", "qwen3 tied"])
+def test_rows_whose_logits_nobody_wants_change_no_bit(tmp_path: Path, name: str, asked: tuple[int, ...]) -> None:
+    """The last layer leaves out what only they would need, unless a hidden state needs it."""
+    random_model(name).save_pretrained(tmp_path)
+    ours, cache = load_with_cache(tmp_path)
+    cache.data.fill_(0)
+    tokens, paged = some_tokens(40), Paged(1)
+    ours.forward(paged.prefill(0, tokens, 0, 10))
+    batch = paged.prefill(0, tokens, 10, 40)
+    everything = ours.forward(batch, asked).clone()
+    features, entries = ours.features.clone(), cache.data.clone()
+    for wanted in ([3, 17, 29], [0], []):
+        cache.data.fill_(0)
+        ours.forward(paged.prefill(0, tokens, 0, 10), asked)
+        fields = {name: getattr(batch, name) for name in batch.__slots__}
+        found = ours.forward(ForwardBatch(**{**fields, "logit_rows": np.array(wanted, np.int32)}), asked)
+        assert torch.equal(found, everything[wanted])
+        assert torch.equal(ours.features, features)
+        assert torch.equal(cache.data, entries)
 
 
 @pytest.fixture

@@ -97,7 +97,8 @@ FLOAT32, BFLOAT16, FLOAT16 = range(3)
 EMBED, COPY, FILL, NORM, LINEAR, ROPE, ATTEND = range(7)
 
 # Which rows an operation processes. EVERY_ROW: all. GATHERED: the rows of X whose logits are
-# needed; OUT holds them side by side. WANTED: the same, side by side in both buffers.
+# needed; OUT holds them side by side. WANTED: the same, side by side in both buffers; ATTEND then
+# processes all rows, but none if no logits are needed.
 EVERY_ROW, GATHERED, WANTED = range(3)
 
 # Fields of an attention layer's int64 table: addresses; 0 where there is no bias or norm.
@@ -161,7 +162,8 @@ def _forward(args: Any, cache: Any) -> None:
         elif code == ROPE:
             _rope(args, operation, cache, team)
         elif code == ATTEND:
-            _attend(args, operation, cache, team)
+            if operation[ROWS] == EVERY_ROW or args[NUM_LOGIT_ROWS] > 0:
+                _attend(args, operation, cache, team)
         elif code == EMBED:
             if operation[ELEMENT] == BFLOAT16:
                 _embed(args, operation, uint16_at(operation[WEIGHT]), team)
