@@ -2,6 +2,7 @@
 
 Sequences join and end while steps are in flight. Each turn of the loop
 
+0. lets a part of the running step's time pass: requests that come meanwhile join the next one;
 1. handles messages, starts waiting sequences, and chooses the shape of the trees;
 2. requests the trees that follow the step in flight;
 3. launches a prefill pass, if there are prompts, and the next step, for whose trees the GPU waits;
@@ -49,6 +50,7 @@ from verifier_svc.drafters.step_deadlines import StepDeadlines
 from verifier_svc.lifecycle import Lifecycle
 from verifier_svc.sampling.allowed_tokens import ENDED
 from verifier_svc.scheduling.batch import Scheduled, build_batch
+from verifier_svc.scheduling.launch_time import LaunchTime
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.scheduling.sequence import Sequence
@@ -220,6 +222,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
         self._num_launched = self._num_read = 0
         # When the last step was done, and when it was read.
         self._done_at = self._read_at = 0.0
+        self._launch_time = LaunchTime()
         # Whether a draft was late or the drafter is gone; whether nobody can go on for want of
         # blocks.
         self._is_lost = self._lacks_blocks = False
@@ -236,6 +239,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
         self._read_at = time.perf_counter()
         while True:
             if not is_ending:
+                self._let_requests_come()
                 with phase("plan"):
                     messages.handle_messages()
                     self._free_seats()
@@ -255,6 +259,19 @@ class OverlappedRun:  # large: the phases of one loop share its state
             self._lifecycle.publish()
         self._end()
         return OverlapBlock.NO_FREE_BLOCKS if self._lacks_blocks and self._num_launched == 0 else None
+
+    # 0. Let requests come.
+
+    def _let_requests_come(self) -> None:
+        """Wait while a step runs that takes long enough; who comes after the next launch waits for one step more."""
+        step = self._step
+        if step.num_in_flight != 1 or not step.is_bound or self._lookups.are_due:
+            return
+        num_seats = sum(seat is not None for seat in step.seats)
+        until = self._read_at + self._launch_time.wait_s(self._step_s(self._launched_shape, num_seats))
+        with self._lifecycle.counters.phase("let_come"):
+            while time.perf_counter() < until and not step.is_done():
+                time.sleep(_POLL_S)
 
     # 1. Plan.
 
@@ -565,6 +582,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
         is_timed = facts.is_timed and facts.num_seats > 0
         is_plain = is_timed and drafting.drafter is None and not facts.num_prompt_rows
         self._lifecycle.count_overlapped_step(seconds)
+        self._launch_time.observe(seconds)
         costs = self._speculator.costs
         if is_plain:
             costs.observe_step(facts.num_rows, seconds - facts.gap_s)

@@ -223,6 +223,9 @@ class Course:
         session = engine.open_session(Outbox(lambda: None)) if index in self._closes else None
         self._keys[index] = self.harness.submit(self._requests[index], request_id, session=session)
 
+    def has_come(self, index: int) -> bool:
+        return index in self._keys
+
     def abort(self, index: int) -> None:
         self._aborted.add(index)
         self.harness.abort(self._keys[index])

@@ -25,6 +25,8 @@ from tests.support.runs import (
 )
 from verifier_svc import overlap
 from verifier_svc.drafters.request import NO_DRAFT, Shape
+from verifier_svc.scheduling.launch_time import LaunchTime
+from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT
 from verifier_svc.speculation import controllers
 from verifier_svc.speculation.candidate_shapes import chain
 
@@ -51,6 +53,22 @@ def test_a_request_joins_a_run_that_goes_on(drafts: bool) -> None:
         assert course.num_accepted(index) > 5 or not drafts
     # The drafter is told of each seat once.
     assert course.oracle.num_begins == (2 if drafts else 0)
+
+
+def test_who_comes_while_a_step_runs_joins_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step is not launched at once, so the prompt is computed before it."""
+    monkeypatch.setattr(LaunchTime, "wait_s", lambda self, step_s: 3600.0)
+
+    def is_stuck(number: int, num_releases: int) -> bool:
+        if number != 5 or course.has_come(1):
+            return False
+        course.submit(1)
+        return True
+
+    course = Course([greedy(1, 6, 40), greedy(2, 9, 20)], {1: lambda: False}, is_stuck=is_stuck)
+    course.run()
+    assert course.step.num_seated[:7] == [1] * 5 + [2] * 2
+    assert course.step.most_in_flight == MAX_IN_FLIGHT and course.num_runs == 1
 
 
 def test_several_prompts_are_one_pass() -> None:
