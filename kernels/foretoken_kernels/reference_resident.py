@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 
 from foretoken_kernels.resident_state import (
+    FAIRNESS,
+    MOST_FAIRNESS,
     NO_NODE,
     NO_SLOT,
+    RATE_STEPS,
+    RATE_TRUST,
     SCORE_BITS,
     SCORE_STEPS,
     DraftedTrees,
@@ -23,6 +27,7 @@ def join_seats_reference(seats: Seats, joining: Joining) -> None:
     for seat in joining.joins.nonzero()[:, 0].tolist():
         for name in Joining._fields[1:]:
             getattr(seats, name)[seat] = getattr(joining, name)[seat]
+        seats.rates[seat] = 0
 
 
 def share_rows_reference(
@@ -34,8 +39,15 @@ def share_rows_reference(
     row_starts: torch.Tensor,
     num_rows: int,
 ) -> None:
-    """Define gpu.shared_rows.share_rows: divide rows among the seats by the scores of their drafted nodes."""
+    """Define gpu.shared_rows.share_rows: divide rows among the seats.
+
+    They go to the drafted nodes with the largest chance / rate ** FAIRNESS.
+    """
     step, worst = int(seats.step[0]), (1 << SCORE_BITS) - 1
+    num_steps = (step - seats.joined).clamp(0, RATE_STEPS) * ((widths > 0) & (seats.num_left > 0))
+    mean = ((seats.rates * num_steps).sum() / num_steps.sum().clamp(min=1)).clamp(min=1.0)
+    own = (seats.rates * num_steps + RATE_TRUST * mean) / (num_steps + RATE_TRUST)
+    ahead = (FAIRNESS * (own / mean).log()).clamp(-MOST_FAIRNESS, MOST_FAIRNESS)
     keys: list[tuple[int, int]] = []
     sizes = []
     for seat, width in enumerate(widths.tolist()):
@@ -47,8 +59,12 @@ def share_rows_reference(
         for node in range(1, width):
             key = worst
             if node < count:
-                score = float(scores[seat, node]) * SCORE_STEPS if not is_found and node < scores.shape[1] else 0.0
-                key = int(-min(score, 0.0)) if score > -(worst - 1) else worst - 1
+                key = 0
+                if not is_found and node < scores.shape[1]:
+                    score, behind = scores[seat, node], ahead[seat] + MOST_FAIRNESS
+                    is_good = bool(score * SCORE_STEPS > -(worst - 1))
+                    key = int((behind - score.clamp(max=0.0)) * SCORE_STEPS) if is_good else worst
+                    key = min(key, worst - 1)
             keys.append((key, seat))
     quota = min(num_rows, int(widths.sum())) - sum(sizes)
     # The sort is stable: of equal keys, the lower seat's come first.
@@ -163,6 +179,8 @@ def advance_seats_reference(seats: Seats, rows: StepRows, walk: WalkResult, resu
         seats.num_outputs[seat] += count
         left = int(seats.num_left[seat]) - count if int(walk.finish[seat]) == FINISH_NONE else 0
         seats.num_left[seat] = left
+        num_steps = int(seats.step[0]) - int(seats.joined[seat]) + 1
+        seats.rates[seat] += (count - seats.rates[seat]) / min(max(num_steps, 1), RATE_STEPS)
         if count:
             seats.last_tokens[seat] = walk.tokens[seat, count - 1]
         results.counts[seat], results.lengths[seat], results.num_left[seat] = count, seats.lengths[seat], left

@@ -17,10 +17,17 @@ NO_NODE = -2
 # Scores, which are logarithms of chances, are compared in steps of 1/SCORE_STEPS, with so many bits: to some -16.
 SCORE_STEPS = 256
 SCORE_BITS = 12
+# Where rows are shared, a sequence's chances are divided by this power of its rate. 2: the sum of all sequences' times
+# for a token is least (minimum potential delay; Massoulie and Roberts, 1999). The logarithm is bounded.
+FAIRNESS = 2.0
+MOST_FAIRNESS = 2.0
+# A rate is the mean of the latest steps, of so many at most; all rates' mean counts for so many steps more.
+RATE_STEPS = 64
+RATE_TRUST = 8
 
 
 class Seats(NamedTuple):
-    """The sequences as the last step left them. int32 [seats], except ``step``.
+    """The sequences as the last step left them. int32 [seats], except ``step`` and ``rates``.
 
     Attributes:
         slots: rows of the SamplerState.
@@ -30,6 +37,7 @@ class Seats(NamedTuple):
         last_tokens: the roots.
         joined: the number of the step before the sequence's first: a tree that was drafted after
             that step, or before, was drafted for another sequence.
+        rates: float32 [seats]; tokens a step since then, most weight on the latest RATE_STEPS steps.
         step: int32 [1]; number of the last step.
     """
 
@@ -39,6 +47,7 @@ class Seats(NamedTuple):
     num_outputs: torch.Tensor
     last_tokens: torch.Tensor
     joined: torch.Tensor
+    rates: torch.Tensor
     step: torch.Tensor
 
 
@@ -132,7 +141,8 @@ class StepResults(NamedTuple):
 def new_seats(num_seats: int, device: torch.device | str) -> Seats:
     """Return empty seats; no step has run."""
 
-    def zeros(size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int32, device=device)
+    def zeros(name: str) -> torch.Tensor:
+        dtype = torch.float32 if name == "rates" else torch.int32
+        return torch.zeros(1 if name == "step" else num_seats, dtype=dtype, device=device)
 
-    return Seats(**{name: zeros(1 if name == "step" else num_seats) for name in Seats._fields})
+    return Seats(**{name: zeros(name) for name in Seats._fields})

@@ -11,7 +11,7 @@ from foretoken_kernels.sampler_state import WalkResult
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-SEATS, TREES = Seats(*["*i32"] * 7), DraftedTrees(*["*i32"] * 4)
+SEATS, TREES = Seats(*["*i32"] * 6, "*fp32", "*i32"), DraftedTrees(*["*i32"] * 4)
 ROWS = StepRows(*["*i32"] * 5, "*i64", *["*i32"] * 8)
 WALK, RESULTS = WalkResult(*["*i32"] * 8), StepResults(*["*i32"] * 5, "*bf16")
 
@@ -51,7 +51,7 @@ def compile_all() -> None:
         compile_kernel(shared_rows._share_rows, shared, {"SEATS": seats, "NODES": nodes, "STEPS": 256, "BITS": 12}, 8)
     step = {"rows": ROWS, "walk": WALK, "results": RESULTS}
     advance = {"seats": SEATS} | step | {"max_walked": "i32", "most": "i32"}
-    compile_kernel(resident_results._advance_seats, advance, {"TOKENS": 8}, 1)
+    compile_kernel(resident_results._advance_seats, advance, {"TOKENS": 8, "RATE_STEPS": 64}, 1)
     gather = {"features": "*bf16"} | step
     gather |= dict.fromkeys(("num_rows", "max_walked", "most", "width", "stride"), "i32")
     compile_kernel(resident_results._gather_hidden, gather, {"BLOCK": 2048}, 4)

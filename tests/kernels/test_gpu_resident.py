@@ -64,6 +64,7 @@ def state_of(
         ints(num_seats, high=VOCAB),
         # A tree of a sequence that has just joined is another's.
         ints(num_seats, low=STEP - 3, high=STEP + 1),
+        torch.from_numpy(random.uniform(1, 5, num_seats).astype(np.float32)).to(device),
         torch.full((1,), STEP, dtype=torch.int32, device=device),
     )
 
@@ -169,6 +170,7 @@ def test_the_best_nodes_of_all_seats_get_the_rows(device: str) -> None:
     state = state_of(np.random.default_rng(4), [4] * 5, 4, 1, device)
     state.seats.num_left[:] = torch.tensor([9, 9, 9, 9, 2])
     state.seats.joined[:] = torch.tensor([0, 0, STEP, 0, 0])
+    state.seats.rates.fill_(3.0)
     state.trees.num_nodes.fill_(4)
     scores = torch.tensor([-0.1, -0.2, -0.3], device=device).repeat(5, 1)
     scores[1] *= 10
@@ -181,10 +183,58 @@ def test_the_best_nodes_of_all_seats_get_the_rows(device: str) -> None:
     assert share(state, scores, [4] * 5, 17) == [4, 4, 3, 4, 2]
 
 
+def test_slower_sequences_count_more(device: str) -> None:
+    """At the same scores the slowest ones get the rows; a chance that is worse by less than the rates' squares, too."""
+    state = state_of(np.random.default_rng(4), [4] * 4, 4, 1, device)
+    state.seats.num_left.fill_(9)
+    state.seats.joined.fill_(STEP - 64)
+    state.trees.num_nodes.fill_(4)
+    state.seats.rates[:] = torch.tensor([4.0, 2.0, 3.0, 4.0])
+    scores = torch.tensor([0.0, -0.2, -0.4, -0.6], device=device).repeat(4, 1)
+    assert share(state, scores, [4] * 4, 10) == [1, 4, 4, 1]
+    # 2 * log(3 / 2) is 0.81; all rates' mean, which counts a little, makes it 0.7.
+    scores[1] -= 0.2
+    assert share(state, scores, [4] * 4, 7) == [1, 4, 1, 1]
+    scores[1] -= 1.0
+    assert share(state, scores, [4] * 4, 7) == [1, 1, 4, 1]
+    # Of one that has just joined little is known.
+    state.seats.joined[1] = STEP - 1
+    state.seats.rates[1] = 1.0
+    scores[:] = torch.tensor([0.0, -0.2, -0.4, -0.6], device=device)
+    assert share(state, scores, [4] * 4, 5) == [1, 1, 2, 1]
+
+
+def test_rates_are_those_of_the_latest_steps(device: str) -> None:
+    """A rate begins with the first step, is the mean of the first 64, and then fades."""
+    seats, expected = (new_seats(2, device) for _ in range(2))
+    rows = state_of(np.random.default_rng(0), [4, 4], 4, 1, device).rows
+    rows.num_nodes[:] = torch.tensor([4, 0])
+    seats.num_left.fill_(9999)
+    seats.rates[1] = 7.0
+    expected = Seats(*(tensor.clone() for tensor in seats))
+    counts = np.random.default_rng(1).integers(1, 5, 100)
+    for number, count in enumerate(counts):
+        for state, advance in ((seats, advance_seats), (expected, reference.advance_seats_reference)):
+            walk = new_walk_result(2, 4, device)
+            walk.num_tokens[0] = int(count)
+            results = StepResults(
+                *(torch.zeros(size, dtype=torch.int32, device=device) for size in (1, 2, 2, 2)),
+                torch.zeros(2, 4, dtype=torch.int32, device=device),
+                torch.zeros(8, 0, device=device),
+            )
+            advance(state, rows, walk, results)
+            state.step.add_(1)
+        torch.testing.assert_close(seats.rates, expected.rates)
+        if number < 64:
+            assert float(seats.rates[0]) == pytest.approx(counts[: number + 1].mean(), rel=1e-5)
+    assert float(seats.rates[0]) != pytest.approx(counts.mean(), rel=1e-3) and float(seats.rates[1]) == 7.0
+
+
 def test_found_nodes_come_before_drafted_ones(device: str) -> None:
     state = state_of(np.random.default_rng(4), [4] * 3, 4, 1, device, with_found=True)
     state.seats.num_left.fill_(9)
     state.seats.joined.fill_(0)
+    state.seats.rates.fill_(3.0)
     state.trees.num_nodes.fill_(4)
     state.found.num_nodes[:] = torch.tensor([0, 4, 1])
     scores = torch.full((3, 4), -0.01, device=device)

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foretoken_kernels.resident_state import Seats, StepResults, StepRows
+from foretoken_kernels.resident_state import RATE_STEPS, Seats, StepResults, StepRows
 from foretoken_kernels.sampler_state import FINISH_NONE, WalkResult
 
 _COPY_BLOCK = 2048
@@ -15,7 +15,7 @@ _NONE = tl.constexpr(FINISH_NONE)
 
 
 @triton.jit(do_not_specialize=["max_walked"])
-def _advance_seats(seats, rows, walk, results, max_walked, most, TOKENS: tl.constexpr):
+def _advance_seats(seats, rows, walk, results, max_walked, most, TOKENS: tl.constexpr, RATE_STEPS: tl.constexpr):
     seat = tl.program_id(0)
     sits = tl.load(rows.num_nodes + seat) > 0
     count = tl.minimum(tl.maximum(tl.load(walk.num_tokens + seat), 0), tl.minimum(max_walked, most))
@@ -30,6 +30,9 @@ def _advance_seats(seats, rows, walk, results, max_walked, most, TOKENS: tl.cons
     length = tl.load(seats.lengths + seat) + count
     left = tl.where(sits & (finish == _NONE), tl.load(seats.num_left + seat) - count, 0)
     num_outputs = tl.load(seats.num_outputs + seat) + count
+    num_steps = tl.load(seats.step) - tl.load(seats.joined + seat) + 1
+    rate = tl.load(seats.rates + seat)
+    rate += (count.to(tl.float32) - rate) / tl.minimum(tl.maximum(num_steps, 1), RATE_STEPS).to(tl.float32)
     token = tl.arange(0, TOKENS)
     is_new = token < count
     tokens = tl.load(walk.tokens + seat.to(tl.int64) * max_walked + token, mask=is_new, other=0)
@@ -40,6 +43,7 @@ def _advance_seats(seats, rows, walk, results, max_walked, most, TOKENS: tl.cons
     tl.debug_barrier()
     tl.store(seats.lengths + seat, length)
     tl.store(seats.num_left + seat, left)
+    tl.store(seats.rates + seat, rate, mask=sits)
     tl.store(seats.num_outputs + seat, num_outputs)
     tl.store(seats.last_tokens + seat, last)
     tl.store(results.counts + seat, count)
@@ -87,6 +91,7 @@ def advance_seats(seats: Seats, rows: StepRows, walk: WalkResult, results: StepR
         walk.tokens.shape[1],
         most,
         TOKENS=triton.next_power_of_2(most),
+        RATE_STEPS=RATE_STEPS,
         num_warps=1,
     )
 

@@ -21,6 +21,7 @@ def _join_seats(seats, joining, num_seats, BLOCK: tl.constexpr):
     tl.store(seats.num_outputs + seat, tl.load(joining.num_outputs + seat, mask=joins), mask=joins)
     tl.store(seats.last_tokens + seat, tl.load(joining.last_tokens + seat, mask=joins), mask=joins)
     tl.store(seats.joined + seat, tl.load(joining.joined + seat, mask=joins), mask=joins)
+    tl.store(seats.rates + seat, tl.zeros((BLOCK,), tl.float32), mask=joins)
 
 
 def join_seats(seats: Seats, joining: Joining) -> None:

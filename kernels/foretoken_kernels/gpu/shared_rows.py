@@ -7,7 +7,19 @@ import torch
 import triton
 import triton.language as tl
 
-from foretoken_kernels.resident_state import SCORE_BITS, SCORE_STEPS, DraftedTrees, Seats
+from foretoken_kernels.resident_state import (
+    FAIRNESS,
+    MOST_FAIRNESS,
+    RATE_STEPS,
+    RATE_TRUST,
+    SCORE_BITS,
+    SCORE_STEPS,
+    DraftedTrees,
+    Seats,
+)
+
+_FAIRNESS, _MOST_FAIRNESS = tl.constexpr(FAIRNESS), tl.constexpr(MOST_FAIRNESS)
+_RATE_STEPS, _RATE_TRUST = tl.constexpr(RATE_STEPS), tl.constexpr(RATE_TRUST)
 
 
 @triton.jit(do_not_specialize=["num_seats", "num_rows"])
@@ -39,7 +51,17 @@ def _share_rows(
     is_drafted = (tl.load(drafted.stamp) == step) & (step > joined)
     num_drafted = tl.load(drafted.num_nodes + seat, mask=is_seat, other=0)
     count = tl.where(is_found, num_found, tl.where(is_drafted, num_drafted, 1))
-    count = tl.minimum(count, tl.load(seats.num_left + seat, mask=is_seat, other=0))
+    num_left = tl.load(seats.num_left + seat, mask=is_seat, other=0)
+    count = tl.minimum(count, num_left)
+
+    # How far ahead of the others each sequence is, as the logarithm of its rate over theirs.
+    num_steps = tl.minimum(tl.maximum(step - joined, 0), _RATE_STEPS)
+    num_steps = tl.where((width > 0) & (num_left > 0), num_steps, 0).to(tl.float32)
+    rate = tl.load(seats.rates + seat, mask=is_seat, other=0.0)
+    mean = tl.sum(rate * num_steps, axis=0) / tl.maximum(tl.sum(num_steps, axis=0), 1.0)
+    mean = tl.maximum(mean, 1.0)
+    own = (rate * num_steps + _RATE_TRUST * mean) / (num_steps + _RATE_TRUST)
+    ahead = tl.minimum(tl.maximum(_FAIRNESS * tl.log(own / mean), -_MOST_FAIRNESS), _MOST_FAIRNESS)
 
     is_place = (node > 0)[None, :] & (node[None, :] < width[:, None])
     is_node = is_place & (node[None, :] < count[:, None])
@@ -47,8 +69,9 @@ def _share_rows(
     score = tl.load(scores + seat.to(tl.int64)[:, None] * stride + node[None, :], mask=has_score, other=0.0)
     # Scores are not trusted: NaN is no number above a bound.
     is_good = score * STEPS > -(worst - 1)
-    key = tl.where(is_good, (-tl.minimum(score, 0.0) * STEPS).to(tl.int32), worst - 1)
-    key = tl.where(is_node, key, worst)
+    behind = -tl.minimum(score, 0.0) + (ahead + _MOST_FAIRNESS)[:, None]
+    key = tl.where(is_good, tl.minimum((behind * STEPS).to(tl.int32), worst - 1), worst - 1)
+    key = tl.where(is_node, tl.where(has_score, key, 0), worst)
 
     quota = tl.minimum(num_rows, tl.sum(width, axis=0)) - tl.sum((width > 0).to(tl.int32), axis=0)
     # The largest key that has at most `quota` places before it.
@@ -87,7 +110,8 @@ def share_rows(
     """Write ``row_starts`` and its copy; reference_resident.share_rows_reference defines it.
 
     Each seat with a width gets a row for its root. The other rows go to the nodes of the best scores, whatever
-    seat they are of. A seat's nodes get their rows in order, so trees must be chains whose scores fall.
+    seat they are of; a sequence that was slower than the others so far counts more. A seat's nodes get their
+    rows in order, so trees must be chains whose scores fall.
 
     Args:
         drafted: the trees of the drafter on this device.
