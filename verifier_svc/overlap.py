@@ -222,6 +222,8 @@ class OverlappedRun:  # large: the phases of one loop share its state
         self._num_launched = self._num_read = 0
         # When the last step was done, and when it was read.
         self._done_at = self._read_at = 0.0
+        # When the planning of the next step began.
+        self._planned_at = 0.0
         self._launch_time = LaunchTime()
         # Whether a draft was late or the drafter is gone; whether nobody can go on for want of
         # blocks.
@@ -265,13 +267,14 @@ class OverlappedRun:  # large: the phases of one loop share its state
     def _let_requests_come(self) -> None:
         """Wait while a step runs that takes long enough; who comes after the next launch waits for one step more."""
         step = self._step
-        if step.num_in_flight != 1 or not step.is_bound or self._lookups.are_due:
-            return
-        num_seats = sum(seat is not None for seat in step.seats)
-        until = self._read_at + self._launch_time.wait_s(self._step_s(self._launched_shape, num_seats))
-        with self._lifecycle.counters.phase("let_come"):
-            while time.perf_counter() < until and not step.is_done():
-                time.sleep(_POLL_S)
+        if step.num_in_flight == 1 and step.is_bound and not self._lookups.are_due:
+            num_seats = sum(seat is not None for seat in step.seats)
+            # The running step began when the one before was done.
+            until = self._done_at + self._launch_time.wait_s(self._step_s(self._launched_shape, num_seats))
+            with self._lifecycle.counters.phase("let_come"):
+                while time.perf_counter() < until and not step.is_done():
+                    time.sleep(_POLL_S)
+        self._planned_at = time.perf_counter()
 
     # 1. Plan.
 
@@ -394,7 +397,9 @@ class OverlappedRun:  # large: the phases of one loop share its state
         is_late = self._num_read > 0 and not step.num_in_flight
         with phase("launch"):
             step.launch(is_drafted=asked.is_drafted, found=found)
-        gap_s = time.perf_counter() - self._done_at if is_late else 0.0
+        launched_at = time.perf_counter()
+        self._launch_time.observe_launch(launched_at - self._planned_at)
+        gap_s = launched_at - self._done_at if is_late else 0.0
         if is_late:
             self._lookups.observe_gap(gap_s)
         num_rows = sum(step.num_rows(seat) for seat in taken)
@@ -582,7 +587,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
         is_timed = facts.is_timed and facts.num_seats > 0
         is_plain = is_timed and drafting.drafter is None and not facts.num_prompt_rows
         self._lifecycle.count_overlapped_step(seconds)
-        self._launch_time.observe(seconds)
+        self._launch_time.observe_step(seconds)
         costs = self._speculator.costs
         if is_plain:
             costs.observe_step(facts.num_rows, seconds - facts.gap_s)

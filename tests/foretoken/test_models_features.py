@@ -14,7 +14,17 @@ from foretoken.models.batch import ForwardBatch
 from foretoken.models.llama import HostLlama
 from foretoken.models.row_check import rows_are_independent
 from foretoken.models.target_weights import TargetWeights
-from tests.foretoken.test_models import PARENTS, Paged, load, load_with_cache, oracle, pair, paths, random_model, some_tokens
+from tests.foretoken.test_models import (
+    PARENTS,
+    Paged,
+    load,
+    load_with_cache,
+    oracle,
+    pair,
+    paths,
+    random_model,
+    some_tokens,
+)
 
 __all__ = ["pair"]
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 
-# The host lets this share of the running step's time pass. Planning and launching take it a part of the rest.
-_SHARE = 0.5
-# The shortest of so many steps counts: launching late makes the GPU wait, launching early only a request.
+# The host lets at most this share of the running step's time pass, and leaves this many times what planning and
+# launching take it: the drafter's host has work after it, too.
+_MOST_SHARE = 0.5
+_HOST_TIMES = 1.5
+# The shortest of so many steps counts, and the longest launch: a launch that is late makes the GPU wait, an early one
+# only a request.
 _NUM_STEPS = 8
 
 
@@ -14,17 +17,23 @@ class LaunchTime:
     """Used by the engine thread alone."""
 
     def __init__(self) -> None:
-        self._latest: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._steps: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._launches: deque[float] = deque(maxlen=_NUM_STEPS)
 
-    def observe(self, seconds: float) -> None:
+    def observe_step(self, seconds: float) -> None:
         """Learn what a step took."""
-        self._latest.append(seconds)
+        self._steps.append(seconds)
+
+    def observe_launch(self, seconds: float) -> None:
+        """Learn what it took the host to plan a step and to launch it."""
+        self._launches.append(seconds)
 
     def wait_s(self, step_s: float) -> float:
         """Return how many seconds of the running step to let pass; 0 until enough steps were seen.
 
         ``step_s``: what such a step should take.
         """
-        if len(self._latest) < _NUM_STEPS:
+        if len(self._steps) < _NUM_STEPS:
             return 0.0
-        return _SHARE * min(step_s, *self._latest)
+        shortest = min(step_s, *self._steps)
+        return max(min(_MOST_SHARE * shortest, shortest - _HOST_TIMES * max(self._launches)), 0.0)

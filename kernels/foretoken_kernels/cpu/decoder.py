@@ -162,8 +162,7 @@ def _forward(args: Any, cache: Any) -> None:
         elif code == ROPE:
             _rope(args, operation, cache, team)
         elif code == ATTEND:
-            if operation[ROWS] == EVERY_ROW or args[NUM_LOGIT_ROWS] > 0:
-                _attend(args, operation, cache, team)
+            _attend(args, operation, cache, team)
         elif code == EMBED:
             if operation[ELEMENT] == BFLOAT16:
                 _embed(args, operation, uint16_at(operation[WEIGHT]), team)
@@ -278,8 +277,9 @@ def _rope(args: Any, operation: Any, cache: Any, team: Any) -> None:
 def _attend(args: Any, operation: Any, cache: Any, team: Any) -> None:
     attention = int64_at(operation[WEIGHT])
     num_heads, num_kv_heads, head_dim = args[NUM_HEADS], args[NUM_KV_HEADS], args[HEAD_DIM]
+    num_rows = args[NUM_ROWS] if operation[ROWS] == EVERY_ROW or args[NUM_LOGIT_ROWS] > 0 else 0
     batch = (
-        args[NUM_ROWS],
+        num_rows,
         int32_at(args[ROW_SEQS]),
         int32_at(args[CONTEXT_LENS]),
         uint64_at(args[MASKS]),
