@@ -132,6 +132,7 @@ def test_routing_meets_its_bars_at_eight_verifiers_and_load_alone_does_not() -> 
     assert set(by_load.reasons) == {"load"}
 
 
+@pytest.mark.slow
 def test_several_gateways_agree() -> None:
     assert run(8, num_gateways=4).hit_rate > 0.95 * run(8).hit_rate
 

@@ -86,6 +86,7 @@ async def test_a_client_that_reads_nothing_is_cut(stack: Stack, ended: bool, cap
         assert not is_through
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"client_timeout_s": 0.4}], indirect=True)
 async def test_a_client_that_reads_slowly_is_not_cut(stack: Stack) -> None:
     """It takes several timeouts to read one merged write, and reads something in each of them."""

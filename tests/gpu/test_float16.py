@@ -105,6 +105,7 @@ def test_logits_of_the_demo_model(way: str, device: str) -> None:
     assert relative_error(found, of_transformers(DEMO, tokens, device)) < FLOAT16_BAR
 
 
+@pytest.mark.slow
 def test_a_float16_checkpoint_stays_float16(tmp_path: Path, device: str) -> None:
     """Then ``auto`` and ``float16`` have the same bits; a bfloat16 copy has others."""
     model = random_target(tmp_path)

@@ -59,7 +59,9 @@ def check(
         assert sum(drafter.counters.num_accepted_tokens for drafter in harness.speculator.drafters) > 0
 
 
-@pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE", "NGRAM"])
+@pytest.mark.parametrize(
+    "kind", ["EAGLE3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("STANDALONE", "NGRAM"))]
+)
 def test_a_short_text_is_that_of_the_cpu(targets: Targets, kind: str, device: str) -> None:
     target = targets[KINDS[kind][0]]
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=6, presence_penalty=0.1, logprobs=1)
@@ -71,7 +73,7 @@ def test_a_short_text_is_that_of_the_cpu(targets: Targets, kind: str, device: st
     assert got[0].finished is not None and got[0].finished.speculation.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize(("kind", "num_steps"), [("EAGLE3", 2), ("STANDALONE", 0)])
+@pytest.mark.parametrize(("kind", "num_steps"), [("EAGLE3", 2), pytest.param("STANDALONE", 0, marks=pytest.mark.slow)])
 def test_a_short_text_of_overlapped_steps(targets: Targets, kind: str, num_steps: int, device: str) -> None:
     """Neither the drafter's nor the target's steps wait for the host."""
     target = targets["llama"]
@@ -85,7 +87,9 @@ def test_a_short_text_of_overlapped_steps(targets: Targets, kind: str, num_steps
     assert harness.speculator.drafters[0].counters.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize(("algorithms", "num_steps"), [(("NGRAM",), 0), (("EAGLE3", "NGRAM"), 2)])
+@pytest.mark.parametrize(
+    ("algorithms", "num_steps"), [(("NGRAM",), 0), pytest.param(("EAGLE3", "NGRAM"), 2, marks=pytest.mark.slow)]
+)
 def test_a_short_text_with_lookups_in_overlapped_steps(
     targets: Targets, algorithms: tuple[str, ...], num_steps: int, device: str
 ) -> None:

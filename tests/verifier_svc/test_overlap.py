@@ -240,6 +240,7 @@ def test_masks_of_trees(targets: Targets, device: str, looks_ahead: bool) -> Non
     assert sum(accepted[3:]) > 0
 
 
+@pytest.mark.slow
 def test_a_short_tree_with_masks(targets: Targets, device: str) -> None:
     """Both halves of a step, beside a row without masks."""
     target = targets["llama"]
