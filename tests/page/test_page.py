@@ -317,6 +317,36 @@ class TestAccessibility:
         await page.keyboard.press("Enter")
         await page.wait_for_selector("#requests td:has-text('/v1/completions')")
         await check()
+        for table in ("#drafter-table", "#request-table"):
+            await self.check_sideways(opened, table)
+
+    async def check_sideways(self, opened: Opened, table: str) -> None:
+        """A table that is wider than the page says so: in words, and by a shadow on the side where more is."""
+        page = opened.page
+        region = page.locator(table)
+        words = page.locator(f"{table}-hint")
+
+        async def sides() -> tuple[bool, bool]:
+            classes = str(await region.get_attribute("class")).split()
+            shadow = await region.evaluate("(region) => getComputedStyle(region).boxShadow")
+            found = ("more-before" in classes, "more-after" in classes)
+            assert (shadow != "none") == any(found)
+            return found
+
+        rest = await region.evaluate("(region) => region.scrollWidth - region.clientWidth")
+        assert await words.is_visible() == (rest > 1)
+        assert await region.get_attribute("aria-describedby") == (f"{table[1:]}-hint" if rest > 1 else None)
+        assert await sides() == (False, rest > 1)
+        viewport = page.viewport_size
+        assert viewport is not None and (rest > 1 or viewport != PHONE)
+        if rest > 1:
+            # The region is reached by keyboard, and moved by it.
+            await region.focus()
+            await page.keyboard.press("ArrowRight")
+            await page.wait_for_selector(f"{table}.more-before")
+            await region.evaluate("(region) => region.scrollTo(region.scrollWidth, 0)")
+            await page.wait_for_selector(f"{table}:not(.more-after)")
+            assert await sides() == (True, False)
 
 
 async def test_everything_is_reached_by_keyboard(stack: Stack, opened: Opened) -> None:
