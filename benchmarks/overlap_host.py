@@ -32,7 +32,7 @@ from verifier_svc.engine_counters import EngineCounters
 from verifier_svc.lifecycle import Lifecycle, SequenceBounds
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.outbox import Outbox
-from verifier_svc.overlap import RunAhead
+from verifier_svc.run_ahead import RunAhead
 from verifier_svc.sampling.device_walker import walk_results
 from verifier_svc.scheduling.block_manager import BlockManager
 from verifier_svc.scheduling.draft import Draft
@@ -67,6 +67,11 @@ class FreeStep:
     @property
     def max_tokens(self) -> int:
         return self.memory.layout.tokens
+
+    @property
+    def seating(self) -> FreeStep:
+        """Keep its own seats."""
+        return self
 
     def warm_up(self, features: tuple[int, ...]) -> None:
         """Compile nothing."""

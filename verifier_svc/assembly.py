@@ -20,7 +20,7 @@ from verifier_svc.model.attention_choice import compiled, flashinfer_passes
 from verifier_svc.model.memory_plan import MemoryPlan
 from verifier_svc.model.runner import ModelRunner
 from verifier_svc.model.target import LoadedTarget, pass_sizes
-from verifier_svc.overlap import RunAhead
+from verifier_svc.run_ahead import RunAhead
 from verifier_svc.sampling.walker import HostWalker, Walker
 
 
