@@ -93,6 +93,16 @@ class FreeStep:
         assert seat is not None
         seat.width = width
 
+    def share_rows(self, budget: int) -> None:
+        """Rows cost nothing."""
+
+    def num_rows(self, seat: Seat) -> int:
+        return seat.width
+
+    @property
+    def is_bound(self) -> bool:
+        return True
+
     def prefill(self, batch: ForwardBatch) -> None:
         """Compute nothing."""
 
