@@ -32,7 +32,7 @@ from verifier_svc.engine_counters import EngineCounters
 from verifier_svc.lifecycle import Lifecycle, SequenceBounds
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.outbox import Outbox
-from verifier_svc.overlap import RunAhead
+from verifier_svc.run_ahead import RunAhead
 from verifier_svc.sampling.device_walker import walk_results
 from verifier_svc.scheduling.block_manager import BlockManager
 from verifier_svc.scheduling.draft import Draft
@@ -68,6 +68,11 @@ class FreeStep:
     def max_tokens(self) -> int:
         return self.memory.layout.tokens
 
+    @property
+    def seating(self) -> FreeStep:
+        """Keep its own seats."""
+        return self
+
     def warm_up(self, features: tuple[int, ...]) -> None:
         """Compile nothing."""
 
@@ -87,6 +92,16 @@ class FreeStep:
         seat = self.seats[index]
         assert seat is not None
         seat.width = width
+
+    def share_rows(self, budget: int) -> None:
+        """Rows cost nothing."""
+
+    def num_rows(self, seat: Seat) -> int:
+        return seat.width
+
+    @property
+    def is_bound(self) -> bool:
+        return True
 
     def prefill(self, batch: ForwardBatch) -> None:
         """Compute nothing."""

@@ -32,7 +32,7 @@ from verifier_svc.drafters.source import DraftSource, TransportName
 
 EPOCH = 1
 NODES = 8
-TARGET = TargetInfo(model_fingerprint="bench", vocab_size=1 << 15, max_model_len=4096, max_slots=64, max_nodes=NODES)
+TARGET = TargetInfo(checkpoint_hash="bench", vocab_size=1 << 15, max_model_len=4096, max_slots=64, max_nodes=NODES)
 TIMEOUT_S = 30.0
 
 

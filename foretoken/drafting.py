@@ -72,11 +72,11 @@ class TargetInfo:
     """What a drafter learns about the target when it is attached. ``max_nodes`` includes the root.
 
     ``checkpoint`` is the target's folder as the verifier sees it; a drafter on another host may not
-    see it. ``model_fingerprint`` names the checkpoint's files. ``usual_trees`` are the trees that
-    most requests ask for; a drafter may prepare for them.
+    see it. ``checkpoint_hash`` names the checkpoint's files, whatever device and mode run them.
+    ``usual_trees`` are the trees that most requests ask for; a drafter may prepare for them.
     """
 
-    model_fingerprint: str
+    checkpoint_hash: str
     vocab_size: int
     max_model_len: int
     max_slots: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -74,6 +74,8 @@ class GenerationRequest:
     priority: int = 0
     # Whether the answer shows the trees that its steps verify.
     returns_trees: bool = False
+    # Whether the answer names the drafter of each token and node.
+    names_drafters: bool = False
 
     @property
     def num_outputs(self) -> int:
@@ -101,12 +103,16 @@ class Delta:
     # The text that each of these tokens added.
     token_texts: list[str] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
+    # The names of these sources, None for the target; empty unless requested.
+    drafters: list[str | None] = field(default_factory=list)
     # For each token, whether the prediction had it there; empty without a prediction.
     predicted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     # The newest draft tree that was verified for these tokens, if requested.
     tree: VerifiedTree | None = None
+    # The names of the sources of its nodes.
+    tree_drafters: list[str | None] = field(default_factory=list)
     # The tokens' text, and at the end the text that waited.
     text: str = ""
     finished: bool = False
@@ -155,6 +161,7 @@ class Output:
         self._text = text
         self._grammar_field = request.grammar_field
         self._schema_tools = request.schema_tools
+        self._names_drafters = request.names_drafters
         self._on_change = on_change
         self._on_waiting = on_waiting
         # What nobody took yet: much may gather for a slow reader.
@@ -214,6 +221,8 @@ class Output:
             delta.prompt_logprobs += prompt_logprobs
         if tree is not None:
             delta.tree = tree
+        if self._names_drafters:
+            self._name_drafters(delta, sources, tree)
         self.token_ids += ids
         self.sources += sources
         if self.spec.prediction_ids:
@@ -225,6 +234,13 @@ class Output:
             assert self.sequence is not None
             self.sequence.abort(kept_tokens=len(self.token_ids))
         self._on_change(self)
+
+    def _name_drafters(self, delta: Delta, sources: Iterable[int], tree: VerifiedTree | None) -> None:
+        """Name the sources of what has just come: another verifier may number its drafters differently."""
+        assert self.sequence is not None
+        delta.drafters += map(self.sequence.drafter_name, sources)
+        if tree is not None:
+            delta.tree_drafters = list(map(self.sequence.drafter_name, tree.sources))
 
     def on_finished(self, finished: Finished) -> None:
         if not self.ended:

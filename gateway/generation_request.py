@@ -37,4 +37,5 @@ async def generation_request(
         prediction_ids=await core.texts.encode_prediction(options.prediction, field="prediction.content"),
         priority=options.priority,
         returns_trees=options.return_draft_tree,
+        names_drafters=options.return_token_sources or options.return_draft_tree,
     )

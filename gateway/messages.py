@@ -180,3 +180,13 @@ class VerifierInfo:
         names = tuple(drafter.name for drafter in self.drafters)
         detached = tuple(drafter.name for drafter in self.drafters if drafter.state == "detached")
         return ModelLimits(self.vocab_size, self.max_model_len, names, detached)
+
+    def drafter_name(self, number: int) -> str | None:
+        """Return the name of a drafter by its number in sources; None for 0, the target.
+
+        Another verifier may have given the number to another drafter.
+        """
+        if number == 0:
+            return None
+        # A drafter that another gateway attached may not be known here yet.
+        return self.drafters[number - 1].name if number <= len(self.drafters) else f"drafter {number}"

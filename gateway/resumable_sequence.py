@@ -92,6 +92,11 @@ class ResumableSequence:
             self,
         )
 
+    def drafter_name(self, source: int) -> str | None:
+        """Return the name of a drafter by its number in the tokens that come now; None for the target."""
+        assert self._client is not None
+        return self._client.info.drafter_name(source)
+
     def abort(self, *, kept_tokens: int) -> None:
         """End it early; its sink gets ``on_finished`` with figures up to ``kept_tokens``."""
         assert self._client is not None

@@ -15,8 +15,8 @@ class TreeLimits(_message.Message):
     def __init__(self, max_depth: _Optional[int] = ..., max_branches: _Optional[int] = ...) -> None: ...
 
 class TargetInfo(_message.Message):
-    __slots__ = ("model_fingerprint", "vocab_size", "max_model_len", "max_slots", "max_nodes", "hidden_size", "num_layers", "block_size", "num_blocks", "checkpoint", "usual_trees")
-    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("checkpoint_hash", "vocab_size", "max_model_len", "max_slots", "max_nodes", "hidden_size", "num_layers", "block_size", "num_blocks", "checkpoint", "usual_trees")
+    CHECKPOINT_HASH_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     MAX_SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -27,7 +27,7 @@ class TargetInfo(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     USUAL_TREES_FIELD_NUMBER: _ClassVar[int]
-    model_fingerprint: str
+    checkpoint_hash: str
     vocab_size: int
     max_model_len: int
     max_slots: int
@@ -38,7 +38,7 @@ class TargetInfo(_message.Message):
     num_blocks: int
     checkpoint: str
     usual_trees: _containers.RepeatedCompositeFieldContainer[TreeLimits]
-    def __init__(self, model_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_slots: _Optional[int] = ..., max_nodes: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., checkpoint: _Optional[str] = ..., usual_trees: _Optional[_Iterable[_Union[TreeLimits, _Mapping]]] = ...) -> None: ...
+    def __init__(self, checkpoint_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_slots: _Optional[int] = ..., max_nodes: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., checkpoint: _Optional[str] = ..., usual_trees: _Optional[_Iterable[_Union[TreeLimits, _Mapping]]] = ...) -> None: ...
 
 class PrepareRequest(_message.Message):
     __slots__ = ("target",)

@@ -11,6 +11,7 @@ from foretoken.models.backend import Backend
 from foretoken.models.config import load_config
 from foretoken.models.decoder_weights import Progress
 from foretoken.models.element_type import element_type
+from foretoken.models.kept_checks import checks_file
 from foretoken.models.tokenizer_size import num_token_ids
 from foretoken.resident import StreamOrder
 from foretoken.transports.shared_weights import SharedWeights
@@ -19,7 +20,7 @@ from verifier_svc.model.attention_choice import compiled, flashinfer_passes
 from verifier_svc.model.memory_plan import MemoryPlan
 from verifier_svc.model.runner import ModelRunner
 from verifier_svc.model.target import LoadedTarget, pass_sizes
-from verifier_svc.overlap import RunAhead
+from verifier_svc.run_ahead import RunAhead
 from verifier_svc.sampling.walker import HostWalker, Walker
 
 
@@ -64,7 +65,7 @@ def load_target(
             progress=progress,
         )
         on_loaded(runner)
-        runner.warm_up(progress)
+        runner.warm_up(progress, checks_file())
         _check_numerics(settings, runner)
         return Target(runner, HostWalker(), runner.shared_weights)
     # Only a GPU imports Triton.

@@ -36,15 +36,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from foretoken.models.device_batch import seq_bucket
-from foretoken.resident import ResidentMemory, StreamOrder
-from verifier_svc.drafters.attachment import Attachment
-from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import Shape
 from verifier_svc.drafters.step_deadlines import StepDeadlines
 from verifier_svc.lifecycle import Lifecycle
@@ -107,93 +103,6 @@ class _Facts(NamedTuple):
     is_timed: bool
     kind: Hashable
     gap_s: float
-
-
-class RunAhead:
-    """Start runs of overlapped steps. Only the engine thread uses it.
-
-    Args:
-        make_step: makes the step for a drafter's memory and stream order.
-        plain: the step of runs without a drafter.
-        timeout_s: the shortest time that a step waits for its draft before it goes on without.
-    """
-
-    def __init__(
-        self,
-        make_step: Callable[[ResidentMemory, StreamOrder], ResidentStep],
-        plain: ResidentStep,
-        *,
-        timeout_s: float,
-    ) -> None:
-        self._make_step, self._plain = make_step, plain
-        self._timeout_s = timeout_s
-        # The step of each drafter's memory, by drafter number, and the deadlines of its drafts.
-        # While attached, step numbers only grow.
-        self._drafted: dict[int, tuple[ResidentStep, StepDeadlines]] = {}
-        # The captures that are left to do, by step.
-        self._captures: dict[ResidentStep, Iterator[None]] = {}
-
-    def run(
-        self,
-        scheduler: Scheduler,
-        speculator: Speculator,
-        lifecycle: Lifecycle,
-        messages: Messages,
-    ) -> OverlapBlock | None:
-        """Run overlapped steps as long as possible.
-
-        Returns the reason if an ordinary step must come first, else None.
-        """
-        self._forget_memory(speculator.drafters)
-        drafting = speculator.overlap.drafting(scheduler.running, scheduler.admissible)
-        if isinstance(drafting, OverlapBlock):
-            return drafting
-        step, deadlines = self._step_of(drafting)
-        return OverlappedRun(step, drafting, scheduler, speculator, lifecycle, deadlines).run(messages)
-
-    def prepare(self, speculator: Speculator) -> bool:
-        """Capture one more graph of a usual size. Return whether there may be more to do.
-
-        Called while no sequence runs.
-        """
-        self._forget_memory(speculator.drafters)
-        steps: dict[ResidentStep, tuple[tuple[int, ...], list[tuple[int, int]]]] = {self._plain: ((), [(1, 1)])}
-        for drafter in speculator.drafters:
-            attachment = drafter.attachment
-            if attachment is not None and attachment.has_resident and attachment.has_answered():
-                shapes = speculator.overlap.controllers.of(drafter).controller.shapes
-                sizes = sorted({(shape.rows, shape.nodes) for shape in shapes})
-                steps[self._step_for(drafter, attachment)[0]] = attachment.needs.features, sizes
-        has_lookups = any(drafter.is_attached and not drafter.has_model for drafter in speculator.drafters)
-        for step, (features, sizes) in steps.items():
-            if step not in self._captures:
-                self._captures[step] = step.captures(features, sizes, has_found=has_lookups)
-            if next(self._captures[step], self) is not self:
-                return True
-        return False
-
-    def _step_of(self, drafting: ResidentDrafting) -> tuple[ResidentStep, StepDeadlines]:
-        if drafting.drafter is None or drafting.attachment is None:
-            return self._plain, StepDeadlines(self._timeout_s)
-        return self._step_for(drafting.drafter, drafting.attachment)
-
-    def _step_for(self, drafter: DrafterHandle, attachment: Attachment) -> tuple[ResidentStep, StepDeadlines]:
-        memory = attachment.transport.resident
-        assert memory is not None
-        known = self._drafted.get(drafter.number)
-        if known is None or known[0].memory is not memory:
-            step, deadlines = self._make_step(memory, attachment.transport.order), StepDeadlines(self._timeout_s)
-            known = self._drafted[drafter.number] = step, deadlines
-            known[0].warm_up(attachment.needs.features)
-        return known
-
-    def _forget_memory(self, drafters: Items[DrafterHandle]) -> None:
-        """Drop the steps of drafters that detached, or attached again with other memory."""
-        for number, (step, _) in list(self._drafted.items()):
-            attachment = drafters[number - 1].attachment
-            if attachment is None or attachment.transport.resident is not step.memory:
-                del self._drafted[number]
-                self._captures.pop(step, None)
 
 
 class OverlappedRun:  # large: the phases of one loop share its state
@@ -300,7 +209,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
         shape = self._drafting.shape
         is_same, self._reserved_shape = shape == self._reserved_shape, shape
         self._lacks_blocks = False
-        for seat in self._step.seats:
+        for seat in self._step.seating.seats:
             if seat is None or (is_same and len(seat.sequence.tokens) <= seat.enough_until):
                 continue
             if not self._reserve_seat(seat.sequence):
@@ -341,7 +250,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
         """Return whether a prompt waits, or a seat may emit more than steps in flight do."""
         num_in_flight = self._step.num_in_flight
         return bool(self._joining) or any(
-            seat is not None and seat.sequence.max_new_tokens > num_in_flight for seat in self._step.seats
+            seat is not None and seat.sequence.max_new_tokens > num_in_flight for seat in self._step.seating.seats
         )
 
     # 2. Post the draft.
@@ -365,7 +274,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
     def _prepare_lookups(self) -> None:
         """Do what look-ups can do before the tokens of the step in flight are known."""
         with self._lifecycle.counters.phase("lookup"):
-            seated = [seat.sequence for seat in self._step.seats if seat is not None]
+            seated = [seat.sequence for seat in self._step.seating.seats if seat is not None]
             self._lookups.prepare(seated, self._joining)
 
     def _read_for_lookups(self) -> bool:
@@ -382,11 +291,11 @@ class OverlappedRun:  # large: the phases of one loop share its state
         self._join()
         if drafting.shape != self._launched_shape:
             self._launched_shape = drafting.shape
-            for index, seat in enumerate(step.seats):
+            for index, seat in enumerate(step.seating.seats):
                 if seat is not None:
-                    step.resize(index, drafting.shape_of(seat.sequence).nodes)
-            step.share_rows(drafting.shape.budget)
-        self._launched = tuple(step.seats)
+                    step.seating.resize(index, drafting.shape_of(seat.sequence).nodes)
+            step.seating.share_rows(drafting.shape.budget)
+        self._launched = tuple(step.seating.seats)
         taken = [seat for seat in self._launched if seat is not None]
         if not taken and not num_prompt_rows:
             self._lacks_blocks = True
@@ -402,9 +311,9 @@ class OverlappedRun:  # large: the phases of one loop share its state
         gap_s = launched_at - self._done_at if is_late else 0.0
         if is_late:
             self._lookups.observe_gap(gap_s)
-        num_rows = sum(step.num_rows(seat) for seat in taken)
+        num_rows = sum(step.seating.num_rows(seat) for seat in taken)
         num_found_rows = sum(
-            max(draft.tree.num_nodes - step.num_rows(seat), 0)
+            max(draft.tree.num_nodes - step.seating.num_rows(seat), 0)
             for index, draft in found.items()
             if (seat := self._launched[index]) is not None
         )
@@ -427,7 +336,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
         drafting, capture = self._drafting, self._speculator.hidden_states
         if not self._joining:
             return 0
-        num_seats = sum(seat is not None for seat in self._step.seats)
+        num_seats = sum(seat is not None for seat in self._step.seating.seats)
         room = self._scheduler.prefill.tokens(self._step_s(drafting.shape, num_seats))
         parts: list[Scheduled] = []
         for sequence in self._joining:
@@ -478,7 +387,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
                 continue
             width = self._drafting.shape_of(sequence).nodes
             seat = Seat(sequence, width, self._drafting.drafter_number, is_new=not sequence.is_decoding)
-            self._step.join(self._step.free_seat(), seat)
+            self._step.seating.join(self._step.seating.free_seat(), seat)
         self._joining = waiting
 
     # 4. Bind late.
@@ -604,9 +513,9 @@ class OverlappedRun:  # large: the phases of one loop share its state
 
     def _free_seats(self) -> None:
         """Free the seats of sequences that have ended, and forget those that wait for one."""
-        for index, seat in enumerate(self._step.seats):
+        for index, seat in enumerate(self._step.seating.seats):
             if seat is not None and seat.is_left:
-                self._step.leave(index)
+                self._step.seating.leave(index)
                 self._drafting.drop(seat.sequence)
         for sequence in [sequence for sequence in self._joining if sequence.table is None]:
             self._joining.remove(sequence)

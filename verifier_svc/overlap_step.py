@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,77 +24,29 @@ from foretoken_kernels.gpu.forced_walk import force_walk
 from foretoken_kernels.gpu.kv_commit import kv_commit
 from foretoken_kernels.gpu.resident_results import advance_seats, finish_step, gather_hidden
 from foretoken_kernels.gpu.resident_rows import lay_out_rows
-from foretoken_kernels.gpu.resident_seats import join_seats
 from foretoken_kernels.gpu.shared_rows import share_rows
-from foretoken_kernels.resident_state import NO_NODE, DraftedTrees, Joining, Seats, StepResults, StepRows, new_seats
+from foretoken_kernels.resident_state import NO_NODE, DraftedTrees, StepResults
 
 from foretoken.models.batch import ForwardBatch, blank_batch
-from foretoken.models.device_batch import bucket, seq_bucket
 from foretoken.models.device_batches import MAX_PROMPT_GRAPH_ROWS, PROMPT_SEQS, prompt_bucket
 from foretoken.models.device_graph import DeviceGraphs
-from foretoken.models.device_llama import ResidentPass
-from foretoken.models.pinned_buffers import FetchBuffer, PinnedBuffers, SendRing
+from foretoken.models.pinned_buffers import PinnedBuffers
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from verifier_svc.model.device_runner import DeviceRunner
+from verifier_svc.overlap_seats import SeatNeeds, StepSeats
+from verifier_svc.overlap_sizes import MAX_USUAL_ROWS, usual_sizes
+from verifier_svc.overlap_stage import Stage, StepShape
 from verifier_svc.sampling.allowed_tokens import TreeMasks
 from verifier_svc.sampling.device_logprobs import LogprobNumbers, logprob_numbers
 from verifier_svc.sampling.device_masks import SentMasks
-from verifier_svc.sampling.device_walker import DeviceWalker, WalkStage, walk_results
+from verifier_svc.sampling.device_walker import DeviceWalker, walk_results
 from verifier_svc.sampling.verify import WalkResult, followed
 from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult, SeatTree
-from verifier_svc.speculation.candidate_shapes import SHARED_FROM
 
-# Most block tables that may be in transfer at once.
-_TABLES_IN_FLIGHT = 4
-# Numbers of sequences, and rows of a step, whose graphs are captured before the first request.
-_SEAT_COUNTS = (*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 513, 16))
-MAX_USUAL_ROWS = 1024
 # Steps of other sizes before their graph is captured while requests wait. Where a batch shrinks or grows, most sizes
 # pass sooner.
 _EAGER_STEPS = 8
-
-
-class _Shape(NamedTuple):
-    """The sizes that a step's graph is captured for. ``is_shared``: whether the GPU divides the rows."""
-
-    rows: int
-    seqs: int
-    max_width: int
-    blocks: int
-    features: tuple[int, ...]
-    is_shared: bool
-
-
-class _Stage:
-    """The buffers of one shape."""
-
-    def __init__(self, resident: ResidentPass, walk: WalkStage, *, is_shared: bool) -> None:
-        self.resident, self.walk = resident, walk
-        arrays, asked = resident.batch.arrays, walk.asked.device
-        self.rows = StepRows(
-            row_starts=arrays.row_starts,
-            token_ids=arrays.token_ids,
-            positions=arrays.positions,
-            slot_mapping=arrays.slot_mapping,
-            context_lens=arrays.context_lens,
-            masks=arrays.masks,
-            tree_starts=arrays.tree_starts,
-            row_seqs=asked["row_seqs"],
-            tokens=asked["tokens"],
-            parents=asked["parents"],
-            sample_positions=asked["positions"],
-            num_outputs=asked["num_outputs"],
-            max_new=asked["max_new"],
-            num_nodes=walk.found.device["num_nodes"],
-        )
-        self.tables = SendRing(arrays.block_tables, _TABLES_IN_FLIGHT)
-        # Most rows of each seat. None: rows are not shared.
-        sizes = {"widths": ((resident.batch.shape.seqs,), torch.int32)}
-        self.widths = PinnedBuffers(sizes, arrays.row_starts.device) if is_shared else None
-        # The first row of each seat, and the trees that the rows got.
-        self.starts = FetchBuffer(arrays.row_starts)
-        self.tokens, self.parents = FetchBuffer(asked["tokens"]), FetchBuffer(asked["parents"])
 
 
 @dataclass(slots=True)
@@ -111,8 +63,8 @@ class _Launched:
 
     number: int
     seats: tuple[Seat | None, ...]
-    stage: _Stage | None
-    shape: _Shape | None
+    stage: Stage | None
+    shape: StepShape | None
     found: Mapping[int, Draft]
     is_bound: bool = False
     reached: Any = None
@@ -122,6 +74,9 @@ class _Launched:
 
 class ResidentStep:  # large: seats, launches and results of one step share all its buffers
     """Seat sequences, launch steps, and read them. Not thread-safe.
+
+    Attributes:
+        seating: who has a seat in the next step.
 
     Args:
         memory: the memory for results, trees and prompts' hidden states; see ``plain_memory``.
@@ -147,8 +102,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self._simulated = simulated
         device = runner.planes.device
         self._is_cuda = device.type == "cuda"
-        self._state: Seats = new_seats(max_seats, device)
-        self._joining = PinnedBuffers({name: ((max_seats,), torch.int32) for name in Joining._fields}, device)
+        self.seating = StepSeats(max_seats, device)
         self._owed = torch.zeros(max_seats, dtype=torch.float32, device=device)
         self._drafted = DraftedTrees(memory.draft_stamp, memory.num_nodes, memory.draft_tokens, memory.draft_parents)
         nodes = memory.layout.nodes
@@ -157,24 +111,12 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self._outcome = StepResults(
             memory.stamp, memory.counts, memory.lengths, memory.num_left, memory.new_tokens, memory.hidden
         )
-        self._stages: dict[_Shape, _Stage] = {}
+        self._stages: dict[StepShape, Stage] = {}
         self._graphs = DeviceGraphs(graphs and self._is_cuda, eager_uses=_EAGER_STEPS)
         # The generation of the pass's buffers that stages and graphs use.
         self._generation = -1
         self._features: tuple[int, ...] = ()
-        # The seats of the next step, and the block tables that the device has of them.
-        self._seats: list[Seat | None] = [None] * max_seats
-        self._tables = np.zeros((max_seats, 0), np.int32)
-        self._num_blocks = [0] * max_seats
-        # Rows of a seat, on average, where the best nodes of all get them; 0: each node has a row.
-        self._budget = 0
-        # What has changed since the last launch: seats that were taken, and whether the rows must
-        # be divided anew; the most rows of each seat and of all, as they were divided last.
-        self._joined: list[int] = []
-        self._widths: list[int] = []
-        self._num_rows = 0
-        self._is_laid_out = False
-        self._shape: _Shape | None = None
+        self._shape: StepShape | None = None
         self._in_flight: deque[_Launched] = deque()
         # The number of the last launched step.
         self.number = 0
@@ -182,11 +124,6 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
-
-    @property
-    def seats(self) -> Items[Seat | None]:
-        """Return the seats of the next step."""
-        return self._seats
 
     @property
     def max_tokens(self) -> int:
@@ -201,11 +138,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         """
         assert not self._in_flight
         self._features, self.number = features, number
-        self._seats = [None] * len(self._seats)
-        self._num_blocks = [0] * len(self._seats)
-        self._joined = []
-        self._is_laid_out = False
-        self._state.step.fill_(number)
+        self.seating.begin(number)
 
     @torch.inference_mode()
     def warm_up(self, features: tuple[int, ...]) -> None:
@@ -219,11 +152,11 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         starts[0] = 0
         stage.resident.batch.clear(starts)
         self._fill_walk(stage, starts)
-        join_seats(self._state, Joining(**self._joining.device))
+        self.seating.compile()
         self._lay_out(stage, self._shape.max_width)
         self._conclude(stage, self._shape.max_width)
         self._conclude(stage, self._shape.max_width, self._walker.masks.send(self._shape.rows, []))
-        self._is_laid_out = False
+        self.seating.forget_layout()
 
     @torch.inference_mode()
     def captures(self, features: tuple[int, ...], sizes: Items[tuple[int, int]], *, has_found: bool) -> Iterator[None]:
@@ -238,15 +171,17 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         for seqs in PROMPT_SEQS:
             rows = prompt_bucket(seqs)
             while rows <= min(MAX_PROMPT_GRAPH_ROWS, self._runner.most_rows):
-                self._runner.forward(blank_batch(rows, min(seqs, len(self._seats))), features)
+                self._runner.forward(blank_batch(rows, min(seqs, len(self.seating.seats))), features)
                 yield
                 rows = prompt_bucket(rows + 1)
-        for rows, seqs, width, is_shared in self._usual_sizes(sizes, has_found=has_found):
+        usual = usual_sizes(len(self.seating.seats), self.memory.layout.nodes, sizes, has_found=has_found)
+        for rows, seqs, width, is_shared in usual:
             self._features = features
             stage = self._stage(rows, seqs, width, 1, is_shared=is_shared)
             shape = self._shape
             assert shape is not None
-            self._shape, self._is_laid_out = None, False
+            self._shape = None
+            self.seating.forget_layout()
             if not self._graphs.lacks(shape):
                 continue
             starts = np.minimum(np.arange(shape.seqs + 1, dtype=np.int32) * width, rows)
@@ -254,66 +189,6 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             self._fill_walk(stage, starts)
             self._graphs.capture(shape, partial(self._launch_kernels, stage, shape.max_width))
             yield
-
-    def _usual_sizes(self, sizes: Items[tuple[int, int]], *, has_found: bool) -> Iterator[tuple[int, int, int, bool]]:
-        """Yield rows, sequences, the most rows of one sequence, and whether they share rows, as for ``captures``."""
-        for count in _SEAT_COUNTS:
-            for mean, most in sizes:
-                is_shared = mean < most
-                if is_shared and count < SHARED_FROM:
-                    continue
-                if count <= len(self._seats) and count * mean <= MAX_USUAL_ROWS:
-                    yield count * mean, count, most, is_shared
-        count, nodes = 1, self.memory.layout.nodes
-        while has_found and count <= seq_bucket(len(self._seats)):
-            # Any number of the sequences has a tree of any size.
-            seqs = min(count, len(self._seats))
-            rows = count // 2 + 2
-            while rows <= min(seqs * nodes, MAX_USUAL_ROWS):
-                yield rows, seqs, nodes, False
-                rows = bucket(rows) + 1
-            count *= 2
-
-    # Seats.
-
-    def free_seat(self) -> int:
-        """Return the lowest free seat. There is one for each batch slot."""
-        return self._seats.index(None)
-
-    def join(self, index: int, seat: Seat) -> None:
-        """Seat a sequence in a free seat, from the next step on. Its first tree is its root."""
-        assert self._seats[index] is None
-        self._seats[index] = seat
-        self._num_blocks[index] = 0
-        self._joined.append(index)
-        self._is_laid_out = False
-
-    def leave(self, index: int) -> None:
-        """Free the seat of a sequence that has ended. No later step has rows for it."""
-        self._seats[index] = None
-        self._is_laid_out = False
-        if index in self._joined:
-            self._joined.remove(index)
-
-    def resize(self, index: int, width: int) -> None:
-        """Change the most nodes of a seat's next trees."""
-        seat = self._seats[index]
-        assert seat is not None
-        if seat.width != width:
-            seat.width = width
-            self._is_laid_out = False
-
-    def share_rows(self, budget: int) -> None:
-        """Give seats this many rows on average in the next steps; the best nodes of all get them. 0: every node."""
-        if budget != self._budget:
-            self._budget = budget
-            self._is_laid_out = False
-
-    def num_rows(self, seat: Seat) -> int:
-        """Return the rows of a seat in a step, on average, without a tree from the host."""
-        return min(seat.width, self._budget) if self._budget else seat.width
-
-    # Launches.
 
     @torch.inference_mode()
     def prefill(self, batch: ForwardBatch) -> None:
@@ -356,9 +231,9 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         if is_drafted:
             self._order.await_draft(self.number)
         self.number += 1
-        launched = _Launched(self.number, tuple(self._seats), stage, self._shape, found)
+        launched = _Launched(self.number, tuple(self.seating.seats), stage, self._shape, found)
         self._in_flight.append(launched)
-        if stage is not None and any(seat is not None and seat.is_masked for seat in self._seats):
+        if stage is not None and any(seat is not None and seat.is_masked for seat in self.seating.seats):
             assert self._shape is not None
             self._lay_out(stage, self._shape.max_width)
             stage.starts.fetch()
@@ -368,7 +243,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             pass_alone()
             return
         if stage is None:
-            finish_step(self._state, self._outcome)
+            finish_step(self.seating.state, self._outcome)
         else:
             self._run(stage)
         self._complete(launched)
@@ -491,14 +366,14 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         sampler.num_output_tokens += len(walk.tokens)
         return walk
 
-    def _launch_logprobs(self, stage: _Stage, launched: _Launched) -> LogprobNumbers:
+    def _launch_logprobs(self, stage: Stage, launched: _Launched) -> LogprobNumbers:
         """Launch the logprobs of the tokens that the seats got, as many as a step can give.
 
         The next pass overwrites the logits. Which tokens are real is known with the results.
         """
-        device, walk = self._state.slots.device, stage.walk.result
+        device, walk = self.seating.state.slots.device, stage.walk.result
         # No walk emits more tokens than its seat has rows.
-        depth = min(self.max_tokens, max(self._widths[index] for index in launched.logprob_seats))
+        depth = min(self.max_tokens, max(self.seating.widths[index] for index in launched.logprob_seats))
         on_host = torch.tensor(launched.logprob_seats, dtype=torch.int64)
         seats = (on_host.pin_memory() if self._is_cuda else on_host).to(device, non_blocking=True)
         logits = stage.resident.logits
@@ -513,42 +388,35 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         )
         return numbers.to_host()
 
-    def _prepare(self, found: Mapping[int, Draft]) -> _Stage | None:
+    def _prepare(self, found: Mapping[int, Draft]) -> Stage | None:
         """Bring the device up to date with seats and block tables; return the next step's stage."""
-        longest = num_rows = 0
-        grown = False
-        widths = [0] * len(self._seats)
-        for index, seat in enumerate(self._seats):
-            if seat is None:
-                continue
-            draft = found.get(index)
-            widths[index] = seat.width if draft is None else max(seat.width, draft.tree.num_nodes)
-            num_rows += self.num_rows(seat) if draft is None else widths[index]
-            count = len(seat.sequence.block_ids)
-            longest = max(longest, count)
-            grown |= count > self._num_blocks[index]
-        if longest == 0:
+        seating, shape = self.seating, self._shape
+        needs = seating.needs(found)
+        if needs.most_blocks == 0:
             return None
-        shape = self._shape
-        is_laid_out = self._is_laid_out and widths == self._widths and num_rows == self._num_rows
-        if not is_laid_out or shape is None or longest > shape.blocks or self._has_moved():
-            self._widths, self._num_rows = widths, num_rows
-            return self._lay_out_seats(longest)
-        if grown:
-            self._send_tables(shape)
-        return self._stages[shape]
+        is_kept = seating.are_laid_out_for(needs)
+        if not is_kept or shape is None or needs.most_blocks > shape.blocks or self._has_moved():
+            return self._lay_out_seats(needs)
+        stage = self._stages[shape]
+        if needs.has_new_blocks:
+            seating.send_tables(stage.tables, shape.seqs, shape.blocks)
+        return stage
 
     def _has_moved(self) -> bool:
         return self._generation != self._runner.generation
 
-    def _lay_out_seats(self, longest: int) -> _Stage:
+    def _lay_out_seats(self, needs: SeatNeeds) -> Stage:
         """Divide the rows anew among the seats. Steps in flight keep their own stages' results."""
-        last = max(index for index, seat in enumerate(self._seats) if seat is not None)
-        widths = self._widths[: last + 1]
+        seating, num_rows = self.seating, needs.num_rows
+        seating.divide(needs)
+        last = seating.last
+        widths = needs.widths[: last + 1]
         # Trees from the host have any size; with one bound for all there are few graphs.
-        is_wide = any(seat is not None and seat.width < width for seat, width in zip(self._seats, widths, strict=False))
-        num_rows, most = self._num_rows, self.memory.layout.nodes if is_wide else max(widths)
-        stage = self._stage(num_rows, last + 1, most, longest, is_shared=num_rows < sum(widths))
+        is_wide = any(
+            seat is not None and seat.width < width for seat, width in zip(seating.seats, widths, strict=False)
+        )
+        most = self.memory.layout.nodes if is_wide else max(widths)
+        stage = self._stage(num_rows, last + 1, most, needs.most_blocks, is_shared=num_rows < sum(widths))
         shape = self._shape
         assert shape is not None
         starts = np.full(shape.seqs + 1, num_rows, np.int32)
@@ -560,18 +428,17 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             stage.widths.host["widths"][:] = 0
             stage.widths.host["widths"][: last + 1] = widths
             stage.widths.send()
-        self._walker.seat([seat.sequence for index in self._joined if (seat := self._seats[index]) is not None])
+        self._walker.seat(seating.joined)
         self._fill_walk(stage, starts)
-        self._send_joining()
-        self._num_blocks = [0] * len(self._seats)
-        self._send_tables(shape)
-        self._is_laid_out = True
+        seating.send_joined(self.number)
+        seating.send_tables(stage.tables, shape.seqs, shape.blocks, is_new=True)
+        seating.mark_laid_out()
         return stage
 
-    def _stage(self, rows: int, seqs: int, max_width: int, blocks: int, *, is_shared: bool) -> _Stage:
+    def _stage(self, rows: int, seqs: int, max_width: int, blocks: int, *, is_shared: bool) -> Stage:
         resident = self._runner.resident_pass(self._features, rows, seqs, max_width, blocks)
         batch = resident.batch.shape
-        shape = _Shape(batch.rows, batch.seqs, batch.max_seq_rows, batch.blocks, self._features, is_shared)
+        shape = StepShape(batch.rows, batch.seqs, batch.max_seq_rows, batch.blocks, self._features, is_shared)
         if resident.generation != self._generation:
             self._stages.clear()
             self._graphs.clear()
@@ -579,12 +446,12 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         stage = self._stages.get(shape)
         if stage is None:
             walk = self._walker.new_stage(batch.rows, batch.seqs, MAX_IN_FLIGHT + 1)
-            stage = _Stage(resident, walk, is_shared=is_shared)
+            stage = Stage(resident, walk, is_shared=is_shared)
             self._stages[shape] = stage
         self._shape = shape
         return stage
 
-    def _fill_walk(self, stage: _Stage, row_starts: np.ndarray) -> None:
+    def _fill_walk(self, stage: Stage, row_starts: np.ndarray) -> None:
         """Fill the walk's input where no kernel writes it. Padding rows belong to no sequence."""
         asked = stage.walk.asked
         asked.wait()
@@ -592,37 +459,11 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         for name in ("row_seqs", "parents", "tokens"):
             host[name][:] = -1
         host["row_starts"][:] = row_starts
-        slots = [0 if seat is None else seat.sequence.slot for seat in self._seats[: len(host["slots"])]]
+        slots = [0 if seat is None else seat.sequence.slot for seat in self.seating.seats[: len(host["slots"])]]
         host["slots"][:] = 0
         host["slots"][: len(slots)] = slots
         host["max_new"][:] = 1
         asked.send()
-
-    def _send_joining(self) -> None:
-        """Tell the device of the sequences that join."""
-        if not self._joined:
-            return
-        joining = self._joining
-        joining.wait()
-        joining.host["joins"][:] = 0
-        for index in self._joined:
-            seat = self._seats[index]
-            assert seat is not None
-            sequence = seat.sequence
-            values = (
-                1,
-                sequence.slot,
-                len(sequence.tokens),
-                sequence.max_new_tokens,
-                sequence.num_output_tokens,
-                sequence.tokens[-1],
-                self.number,
-            )
-            for name, value in zip(Joining._fields, values, strict=True):
-                joining.host[name][index] = value
-        joining.send()
-        join_seats(self._state, Joining(**joining.device))
-        self._joined = []
 
     def _send_found(self, found: Mapping[int, Draft]) -> None:
         """Send trees for the next step."""
@@ -637,28 +478,13 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             host["parents"][index, :num_nodes] = draft.tree.parents
         self._found.send()
 
-    def _send_tables(self, shape: _Shape) -> None:
-        """Send block tables with the sequences' new blocks, for the steps launched after this."""
-        if self._tables.shape[1] < shape.blocks:
-            grown = np.zeros((len(self._seats), shape.blocks), np.int32)
-            grown[:, : self._tables.shape[1]] = self._tables
-            self._tables = grown
-        for index, seat in enumerate(self._seats):
-            if seat is None:
-                continue
-            blocks, known = seat.sequence.block_ids, self._num_blocks[index]
-            if len(blocks) > known:
-                self._tables[index, known : len(blocks)] = blocks[known:]
-                self._num_blocks[index] = len(blocks)
-        self._stages[shape].tables.send(np.ascontiguousarray(self._tables[: shape.seqs, : shape.blocks]))
-
-    def _run(self, stage: _Stage) -> None:
+    def _run(self, stage: Stage) -> None:
         """Run a step, by its graph if that pays."""
         shape = self._shape
         assert shape is not None
         self._run_graph(shape, shape, partial(self._launch_kernels, stage, shape.max_width))
 
-    def _run_graph(self, key: Hashable, shape: _Shape, launch: Callable[[], None]) -> None:
+    def _run_graph(self, key: Hashable, shape: StepShape, launch: Callable[[], None]) -> None:
         """Launch a step of this shape, or its second half, by a graph if that pays."""
         if shape.rows > MAX_USUAL_ROWS:
             # It keeps the GPU busy for longer than the host takes to launch it.
@@ -666,17 +492,17 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         else:
             self._graphs.run(key, launch)
 
-    def _launch_kernels(self, stage: _Stage, max_width: int) -> None:
+    def _launch_kernels(self, stage: Stage, max_width: int) -> None:
         """Launch all kernels of one step; a graph captures this."""
         self._lay_out(stage, max_width)
         stage.resident.launch()
         self._conclude(stage, max_width)
 
-    def _lay_out(self, stage: _Stage, max_width: int) -> None:
+    def _lay_out(self, stage: Stage, max_width: int) -> None:
         found = DraftedTrees(**self._found.device)
         if stage.widths is not None:
             share_rows(
-                self._state,
+                self.seating.state,
                 self._drafted,
                 found,
                 self.memory.draft_scores,
@@ -687,7 +513,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
                 max_width=max_width,
             )
         lay_out_rows(
-            self._state,
+            self.seating.state,
             self._drafted,
             found,
             stage.resident.batch.arrays.block_tables,
@@ -699,13 +525,13 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             max_depth=self.max_tokens - 1,
         )
 
-    def _conclude(self, stage: _Stage, max_width: int, masks: SentMasks | None = None) -> None:
+    def _conclude(self, stage: Stage, max_width: int, masks: SentMasks | None = None) -> None:
         """Launch the kernels that follow the pass."""
         walk = stage.walk.result
         self._walker.sample_and_walk(stage.walk, stage.resident.logits, masks)
         if self._simulated is not None:
             force_walk(stage.rows, walk, self._owed, self._simulated, max_width)
-        advance_seats(self._state, stage.rows, walk, self._outcome)
+        advance_seats(self.seating.state, stage.rows, walk, self._outcome)
         if max_width > 1:
             kv_commit(
                 self._runner.planes,
@@ -717,7 +543,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             )
         if stage.resident.features is not None and self.memory.layout.hidden_width:
             gather_hidden(stage.resident.features, stage.rows, walk, self._outcome)
-        finish_step(self._state, self._outcome)
+        finish_step(self.seating.state, self._outcome)
 
 
 def plain_memory(max_seats: int, max_nodes: int, device: torch.device) -> ResidentMemory:

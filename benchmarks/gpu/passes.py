@@ -295,7 +295,7 @@ def measure_draft(
 
 def _info(model: Path, num_layers: int, hidden_size: int) -> TargetInfo:
     return TargetInfo(
-        model_fingerprint="benchmark",
+        checkpoint_hash="benchmark",
         vocab_size=load_config(model).vocab_size,
         max_model_len=MAX_MODEL_LEN,
         max_slots=MAX_BATCH,

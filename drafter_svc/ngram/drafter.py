@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def make_drafter(settings: DrafterSettings) -> NgramDrafter:
     """Make the drafter, compiled and attached to a small target: no request waits for it."""
     drafter = NgramDrafter(settings.options["ngram"])
-    drafter.attach(TargetInfo(model_fingerprint="", vocab_size=2, max_model_len=2, max_slots=1, max_nodes=2), None)
+    drafter.attach(TargetInfo(checkpoint_hash="", vocab_size=2, max_model_len=2, max_slots=1, max_nodes=2), None)
     return drafter
 
 
@@ -79,7 +79,7 @@ class NgramDrafter:
             PreconditionError: the target has no tokens, slots or nodes.
         """
         self.needs(target)
-        if self._target is not None and self._target.model_fingerprint != target.model_fingerprint:
+        if self._target is not None and self._target.checkpoint_hash != target.checkpoint_hash:
             self._trie = new_trie(self._settings.capacity)
             self.corpora.clear()
         self._target = target

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from foretoken.bench.completion import Completion, Recording, StreamError, read_completion, take_apart
+from foretoken.bench.completion import Completion, Recording, StreamError, error_text, read_completion, take_apart
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _PORTS = {"http": 80, "https": 443}
@@ -29,13 +29,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The address of a REST API. ``prefix`` comes before /v1; ``key`` is the API key, or empty."""
+    """The address of a REST API. ``prefix`` comes before /v1; ``key`` is the API key, or empty.
+
+    ``key_from`` says where the user sets the key, for messages; empty: nowhere.
+    """
 
     host: str
     port: int
     is_encrypted: bool = False
     prefix: str = ""
     key: str = field(default="", repr=False)
+    key_from: str = ""
 
     @classmethod
     def parse(cls, url: str, key: str = "") -> Address:
@@ -53,6 +57,14 @@ class Address:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.is_encrypted else 'http'}://{host}:{self.port}{self.prefix}"
+
+    def refusal(self, status: int, body: bytes) -> str:
+        """Return one line about an answer with an error status; where a key is missing, what to set."""
+        if not self.key_from or status not in (401, 403):
+            return f"status {status}: {error_text(body)}"
+        if self.key:
+            return f"status {status}: {error_text(body)} (the key is that of {self.key_from})"
+        return f"status {status}: the server wants an API key: set {self.key_from}"
 
     def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         """Return an HTTP request. The server closes the connection after the answer."""

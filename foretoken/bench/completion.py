@@ -23,6 +23,27 @@ class StreamError(ForetokenError):
     """The server refused a request, broke a stream, or sent something other than completions."""
 
 
+class RefusedError(StreamError):
+    """The server answered with an error status."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"status {status}: {error_text(body)}")
+        self.status_code = status
+        self.body = body
+
+
+def error_text(body: bytes) -> str:
+    """Return the message of an error's body in one line: OpenAI's and FastAPI's forms, or the text itself."""
+    text = body.decode(errors="replace")
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    for key in ("error", "message", "detail"):
+        found = found.get(key, found) if isinstance(found, dict) else found
+    return " ".join((found if isinstance(found, str) else text).split())[:500]
+
+
 @dataclass(slots=True)
 class Recording:
     """One raw response. ``ends[i]`` bytes had arrived by ``times[i]`` (perf_counter seconds)."""
@@ -82,13 +103,13 @@ class Completion:
 def read_completion(recording: Recording) -> Completion:
     """Parse one recorded stream of /v1/completions or /v1/chat/completions.
 
-    An output of tokens without text has one chunk, the one that ends it. Raises StreamError if the
-    stream is incomplete or has no usage: chunks do not say how many tokens there are.
+    An output of tokens without text has one chunk, the one that ends it. Raises RefusedError for an
+    error status, and StreamError if the stream is incomplete or has no usage: chunks do not say how
+    many tokens there are.
     """
     status, pieces = take_apart(recording)
     if status != 200:
-        body = b"".join(piece for piece, _ in pieces).decode(errors="replace")
-        raise StreamError(f"status {status}: {body[:500]}")
+        raise RefusedError(status, b"".join(piece for piece, _ in pieces))
     chunks: list[Chunk] = []
     token_ids: list[int] = []
     usage: dict[str, Any] | None = None

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import math
 import multiprocessing
 import os
 import signal
@@ -21,7 +22,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from foretoken.bench.client import COMPLETIONS, Address, Connector, run_loop
-from foretoken.bench.completion import Completion, Recording, StreamError, read_completion
+from foretoken.bench.completion import Completion, Recording, RefusedError, StreamError, read_completion
+from foretoken.bench.supply import MORE, Supply
 
 # All clients begin this long after they have been told to.
 LEAD_S = 0.1
@@ -102,6 +104,10 @@ class _Work:
     timeout_s: float
     # Streams that run at once; 0: all.
     limit: int
+    # No request starts later than this after the start.
+    duration_s: float = math.inf
+    # Whether there are more streams, which a client gets for ``MORE``.
+    has_more: bool = False
 
 
 def default_clients() -> int:
@@ -156,23 +162,30 @@ class Clients:
         timeout_s: float = 120.0,
         limit: int = 0,
         on_progress: OnProgress = lambda count: None,
+        *,
+        duration_s: float = math.inf,
+        more: Iterator[Stream] | None = None,
     ) -> Load:
         """Send all streams' requests; return the answers, and why the others failed.
 
         Args:
             limit: streams that run at once; the next one starts when one has ended. 0: all.
+            duration_s: no request starts later than this after the start; those that run then end.
+            more: streams that follow, each taken when it is needed soon.
         """
         most = min(len(streams), limit or len(streams), len(self._pipes))
         pipes = self._pipes[:most]
         for index, pipe in enumerate(pipes):
             share = limit // most + (index < limit % most)
-            pipe.send(_Work(address, streams[index::most], timeout_s, share))
+            pipe.send(_Work(address, streams[index::most], timeout_s, share, duration_s, more is not None))
         for pipe in pipes:
             pipe.recv()
         start = time.perf_counter() + LEAD_S
         for pipe in pipes:
             pipe.send(start)
-        return _joined(_collect(pipes, on_progress))
+        # As many at once as a client begins with.
+        batch = math.ceil(len(streams) / most)
+        return _joined(_collect(pipes, on_progress, lambda: list(itertools.islice(more or (), batch))))
 
 
 @contextlib.contextmanager
@@ -185,7 +198,9 @@ def running_clients(count: int) -> Iterator[Clients]:
         clients.close()
 
 
-def _collect(pipes: Sequence[Connection], on_progress: OnProgress) -> list[Load]:
+def _collect(
+    pipes: Sequence[Connection], on_progress: OnProgress, next_streams: Callable[[], list[Stream]]
+) -> list[Load]:
     """Return each client's load; a number from a client is how many of its requests have ended."""
     ended = dict.fromkeys(pipes, 0)
     loads: dict[Connection, Load] = {}
@@ -193,6 +208,9 @@ def _collect(pipes: Sequence[Connection], on_progress: OnProgress) -> list[Load]
         for pipe in wait([pipe for pipe in pipes if pipe not in loads]):
             assert isinstance(pipe, Connection)
             found = pipe.recv()
+            if found == MORE:
+                pipe.send(next_streams())
+                continue
             if isinstance(found, Load):
                 loads[pipe] = found
                 found = len(found.answers) + len(found.failures)
@@ -221,7 +239,7 @@ def _client(pipe: Connection) -> None:
             work: _Work = pipe.recv()
         except EOFError:
             return
-        run = _Run(work, pipe.send)
+        run = _Run(work, pipe.send, pipe if work.has_more else None)
         pipe.send("prepared")
         start = pipe.recv()
         # A collection would hold the event loop up. The next run's collection takes what is left.
@@ -244,17 +262,13 @@ class _Response:
 class _Run:
     """One client's share of a load."""
 
-    def __init__(self, work: _Work, tell: OnProgress) -> None:
-        """``tell`` gets the number of ended requests now and then."""
+    def __init__(self, work: _Work, tell: OnProgress, pipe: Connection | None = None) -> None:
+        """``tell`` gets the number of ended requests now and then. ``pipe``: as for Supply."""
         self._work, self._tell = work, tell
-        # In order of their starts: with a limit, the next one to start is the next one here.
-        self._streams = iter(sorted(work.streams, key=lambda stream: stream.starts_after))
-        # Encoding takes time: what does not depend on answers is ready before the start.
-        self._requests = {
-            id(stream): [work.address.request("POST", stream.path, body) for body in stream.bodies]
-            for stream in work.streams
-            if not stream.is_conversation
-        }
+        self._ends_at = math.inf
+        # Encoding takes time: what does not depend on answers is ready before it is needed.
+        self._requests: dict[int, list[bytes]] = {}
+        self._supply = Supply(work.streams, self._encode, pipe)
         self._connector = Connector(work.address, work.timeout_s)
         self._responses: list[_Response] = []
         self._failures: list[str] = []
@@ -264,10 +278,12 @@ class _Run:
         """Run all streams from ``start`` on (perf_counter seconds)."""
         await asyncio.sleep(max(0.0, start - time.perf_counter()))
         used = time.process_time()
+        self._ends_at = start + self._work.duration_s
         watches = [asyncio.create_task(task) for task in (self._connector.watch(), self._beat(), self._report())]
         workers = [self._worker(start) for _ in range(self._work.limit or len(self._work.streams))]
         try:
             await asyncio.gather(*workers)
+            await self._supply.close()
         finally:
             for watch in watches:
                 watch.cancel()
@@ -277,12 +293,20 @@ class _Run:
         for response in self._responses:
             try:
                 answers.append(answer_of(read_completion(response.recording), response.group, response.due_at))
+            except RefusedError as error:
+                self._failures.append(self._work.address.refusal(error.status_code, error.body))
             except StreamError as error:
                 self._failures.append(error.message)
         return Load(answers, busy, self._failures, self._lags, start, ended)
 
+    def _encode(self, streams: Sequence[Stream]) -> None:
+        for stream in streams:
+            if not stream.is_conversation:
+                requests = [self._work.address.request("POST", stream.path, body) for body in stream.bodies]
+                self._requests[id(stream)] = requests
+
     async def _worker(self, start: float) -> None:
-        for stream in self._streams:
+        while not self._is_over and (stream := await self._supply.next()) is not None:
             due_at = start + stream.starts_after
             # The loop's clock has milliseconds: it may wake too early.
             while (rest := due_at - time.perf_counter()) > 0:
@@ -291,13 +315,22 @@ class _Run:
                 await self._converse(stream, due_at)
                 continue
             for request in self._requests.pop(id(stream)):
+                if self._is_over:
+                    return
                 await self._send(stream, request, due_at)
                 due_at = time.perf_counter()
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no request may start any more."""
+        return time.perf_counter() >= self._ends_at
 
     async def _converse(self, stream: Stream, due_at: float) -> None:
         """Send one turn after the other; the first that fails ends the conversation."""
         messages: list[dict[str, Any]] = []
         for body in stream.bodies:
+            if self._is_over:
+                return
             messages += body["messages"]
             request = self._work.address.request("POST", stream.path, {**body, "messages": messages})
             recording = await self._send(stream, request, due_at)

@@ -103,45 +103,36 @@ def bottlenecks(rows: Sequence[Row]) -> list[str]:
 
 
 _Cell = Callable[[Row], str]
-# Title and content of the columns.
-_COLUMNS: tuple[tuple[str, _Cell], ...] = (
-    ("server", lambda row: str(row["server"])),
-    ("load", lambda row: str(row["load"])),
-    ("requests", lambda row: f"{row['num_sent']:.0f}" + (f", {row['num_failed']} failed" if row["num_failed"] else "")),
-    ("tok/s", lambda row: f"{row['tokens_per_s']:.0f}" + _spread(row)),
-    ("requests/s", lambda row: f"{row['requests_per_s']:.2f}"),
-    ("TTFT ms", lambda row: _percentiles(row, "ttft", "_ms", 1)),
-    ("TPOT ms", lambda row: _percentiles(row, "tpot", "_ms", 2)),
-    ("end to end ms", lambda row: _percentiles(row, "e2e", "_ms", 0)),
-    ("interactivity tok/s", lambda row: _percentiles(row, "interactivity", "", 1)),
-    ("good requests/s", lambda row: f"{row['good_requests_per_s']:.2f} ({row['good_share']:.0%})"),
-    ("tokens a step", lambda row: "" if row["tokens_per_step"] is None else f"{row['tokens_per_step']:.2f}"),
-    ("cached", lambda row: f"{row['num_cached_tokens'] / max(row['num_prompt_tokens'], 1):.0%}"),
-    ("client busy, late ms", lambda row: f"{row['client_busy']:.0%}, {row['client_lag_p99_ms']:.1f}"),
-)
 
 
-def to_table(rows: Sequence[Row]) -> str:
-    """Return a table with a line for each load and server; p50 / p90 / p99 where there are three numbers."""
+def to_table(rows: Sequence[Row], width: int) -> str:
+    """Return a table with a line for each figure and a column for each load and server.
+
+    ``width``: characters of a line. Columns that do not fit follow in further tables.
+    """
     found = summaries(rows)
     left_out = set()
     if len({row["server"] for row in found}) < 2:
         left_out.add("server")
+    if all(row["num_rounds"] == 1 for row in found):
+        left_out |= {"tok/s, least", "tok/s, most"}
     if not any(row["has_bounds"] for row in found):
         left_out.add("good requests/s")
-    columns = [(title, cell) for title, cell in _COLUMNS if title not in left_out]
-    return _table([title for title, _ in columns], [[cell(row) for _, cell in columns] for row in found])
+    if not any(row["tokens_per_step"] is not None for row in found):
+        left_out.add("tokens a step")
+    lines = [(title, cell) for title, cell in _lines() if title not in left_out]
+    return _folded([title for title, _ in lines], [[cell(row) for _, cell in lines] for row in found], width)
 
 
-def to_ratios(found: Sequence[Ratio], names: Sequence[str]) -> str:
-    """Return a table of two servers' ratios: median (least to most)."""
+def to_ratios(found: Sequence[Ratio], names: Sequence[str], width: int) -> str:
+    """Return a table of two servers' ratios: median (least to most); ``width`` as in to_table."""
     loads = list(dict.fromkeys(ratio.load for ratio in found))
     cells = {
         (ratio.load, ratio.figure): f"{ratio.median:.3f} ({min(ratio.ratios):.3f} to {max(ratio.ratios):.3f})"
         for ratio in found
     }
-    lines = [[load, *(cells.get((load, figure), "") for figure in COMPARED)] for load in loads]
-    return f"{' / '.join(names)}:\n\n" + _table(["load", *COMPARED.values()], lines)
+    columns = [[load, *(cells.get((load, figure), "") for figure in COMPARED)] for load in loads]
+    return f"{' / '.join(names)}:\n\n" + _folded(["load", *COMPARED.values()], columns, width)
 
 
 def to_details(rows: Sequence[Row]) -> str:
@@ -198,21 +189,72 @@ def draw(rows: Sequence[Row]) -> str:
     return Picture(title, "tok/s of one user (1 / median time per token of whole requests)", lines, {}).svg()
 
 
-def _percentiles(row: Row, name: str, unit: str, digits: int) -> str:
-    return " / ".join(f"{row[f'{name}_p{n}{unit}']:.{digits}f}" for n in (50, 90, 99))
+def _lines() -> list[tuple[str, _Cell]]:
+    """Return title and content of a table's lines."""
+    return [
+        ("load", lambda row: str(row["load"])),
+        ("server", lambda row: str(row["server"])),
+        ("requests", lambda row: f"{row['num_sent']:.0f}"),
+        ("failed", lambda row: f"{row['num_failed']:.0f}"),
+        ("tok/s", lambda row: f"{row['tokens_per_s']:.0f}"),
+        ("tok/s, least", lambda row: f"{row['least_tokens_per_s']:.0f}"),
+        ("tok/s, most", lambda row: f"{row['most_tokens_per_s']:.0f}"),
+        ("requests/s", lambda row: f"{row['requests_per_s']:.2f}"),
+        *_percentiles("TTFT", "ttft", "ms", 1),
+        *_percentiles("TPOT", "tpot", "ms", 2),
+        *_percentiles("end to end", "e2e", "ms", 0),
+        *_percentiles("interactivity", "interactivity", "tok/s", 1),
+        ("good requests/s", lambda row: f"{row['good_requests_per_s']:.2f} ({row['good_share']:.0%})"),
+        ("tokens a step", lambda row: "" if row["tokens_per_step"] is None else f"{row['tokens_per_step']:.2f}"),
+        ("cached", lambda row: f"{row['num_cached_tokens'] / max(row['num_prompt_tokens'], 1):.0%}"),
+        ("client busy", lambda row: f"{row['client_busy']:.0%}"),
+        ("client late p99, ms", lambda row: f"{row['client_lag_p99_ms']:.1f}"),
+    ]
 
 
-def _spread(row: Row) -> str:
-    if row["num_rounds"] == 1:
-        return ""
-    return f" ({row['least_tokens_per_s']:.0f} to {row['most_tokens_per_s']:.0f})"
+def _percentiles(title: str, name: str, unit: str, digits: int) -> list[tuple[str, _Cell]]:
+    def cell(key: str) -> _Cell:
+        return lambda row: f"{row[key]:.{digits}f}"
+
+    suffix = "_ms" if unit == "ms" else ""
+    return [(f"{title} p{n}, {unit}", cell(f"{name}_p{n}{suffix}")) for n in (50, 90, 99)]
 
 
-def _table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table whose columns are aligned."""
+def _folded(titles: Sequence[str], columns: Sequence[Sequence[str]], width: int) -> str:
+    """Return Markdown tables of at most ``width`` characters, each with the titles and some columns.
+
+    A column that is wider than that has a table of its own.
+    """
+    left = max(map(len, titles))
+    blocks: list[list[Sequence[str]]] = []
+    used = width
+    for column in columns:
+        size = max(map(len, column)) + len(" | ")
+        if used + size > width:
+            blocks.append([])
+            used = len("| ") + left + len(" |")
+        blocks[-1].append(column)
+        used += size
+    tables = []
+    for block in blocks:
+        first, *lines = [list(cells) for cells in zip(titles, *block, strict=True)]
+        tables.append(_table(first, lines, is_titled=True))
+    return "\n\n".join(tables)
+
+
+def _table(titles: Sequence[str], lines: Sequence[Sequence[str]], *, is_titled: bool = False) -> str:
+    """Return a Markdown table whose columns are aligned.
+
+    ``is_titled``: the first column has titles, which begin at the left.
+    """
     widths = [max(len(line[index]) for line in (titles, *lines)) for index in range(len(titles))]
     rule = ["-" * (width - 1) + ":" for width in widths]
+    if is_titled:
+        rule[0] = "-" * widths[0]
     rows = [titles, rule, *lines]
-    return "\n".join(
-        "| " + " | ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows
-    )
+
+    def padded(cells: Sequence[str]) -> list[str]:
+        found = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        return [cells[0].ljust(widths[0]), *found[1:]] if is_titled else found
+
+    return "\n".join("| " + " | ".join(padded(row)) + " |" for row in rows)

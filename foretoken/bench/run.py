@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +29,7 @@ from foretoken.bench.target import (
     takes_ignore_eos,
     text_maker,
 )
+from foretoken.config import flag_of, settings_of
 from foretoken.errors import ConfigError, ForetokenError
 
 # Between two lines of progress of one measurement.
@@ -70,6 +73,7 @@ def run(settings: BenchSettings, say: Say) -> Outcome:
             clients=clients,
             rounds=settings.rounds,
             num_prompts=settings.num_prompts,
+            duration_s=settings.duration_s or math.inf,
             timeout_s=settings.read_timeout_s,
             seed=settings.seed,
             bounds=settings.bounds,
@@ -98,7 +102,7 @@ def points_of(settings: BenchSettings) -> list[Point]:
 
 
 def _targets(settings: BenchSettings) -> list[Target]:
-    """Return one server, or the two to compare, with their models' names."""
+    """Return one server, named by its model, or the two to compare."""
     options = RequestOptions(
         endpoint=settings.endpoint,
         output_len=settings.output_len,
@@ -107,27 +111,36 @@ def _targets(settings: BenchSettings) -> list[Target]:
         salted=settings.salt_requests,
         extra=settings.extra_request_body,
     )
-    first = _address(settings.url, settings.api_key, "--url")
-    found = [("first", first, settings.model, options)]
-    if settings.compare_url is not None:
-        second = _address(settings.compare_url, settings.compare_api_key or settings.api_key, "--compare-url")
-        # What the first request of a pair left in the cache would serve the second one.
-        is_same = str(first) == str(second)
-        options = replace(options, salted=options.salted or is_same)
-        extra = settings.compare_extra_request_body
-        others = replace(options, extra=settings.extra_request_body if extra is None else extra)
-        found = [("first", first, settings.model, options), ("second", second, settings.compare_model, others)]
-    return [Target(name, address, model or served_model(address), opts) for name, address, model, opts in found]
+    first = _address(settings.url, settings.api_key, "")
+    if settings.compare_url is None:
+        model = settings.model or served_model(first)
+        return [Target(model, first, model, options)]
+    second = _address(settings.compare_url, settings.compare_api_key or settings.api_key, "compare_")
+    # What the first request of a pair left in the cache would serve the second one.
+    is_same = str(first) == str(second)
+    options = replace(options, salted=options.salted or is_same)
+    extra = settings.compare_extra_request_body
+    others = replace(options, extra=settings.extra_request_body if extra is None else extra)
+    return [
+        Target("first", first, settings.model or served_model(first), options),
+        Target("second", second, settings.compare_model or served_model(second), others),
+    ]
 
 
-def _address(url: str, key: SecretStr | None, flag: str) -> Address:
-    """Return a server's address; ``url`` may lack a scheme or end in /v1. Of several keys the first counts."""
+def _address(url: str, key: SecretStr | None, prefix: str) -> Address:
+    """Return a server's address; ``url`` may lack a scheme or end in /v1. Of several keys the first counts.
+
+    ``prefix`` is that of the fields which name the server.
+    """
     url = url.rstrip("/").removesuffix("/v1")
     keys = key.get_secret_value().split() if key is not None else []
     try:
-        return Address.parse(url if "://" in url else f"http://{url}", keys[0] if keys else "")
+        address = Address.parse(url if "://" in url else f"http://{url}", keys[0] if keys else "")
     except ValueError as error:
-        raise ConfigError(f"{flag}: {error}") from None
+        raise ConfigError(f"{flag_of(BenchSettings, f'{prefix}url')}: {error}") from None
+    flags = {setting.path: setting for setting in settings_of(BenchSettings)}
+    setting = flags[f"{prefix}api_key",]
+    return replace(address, key_from=f"{setting.shown.env} or {setting.flag}")
 
 
 def _checked(target: Target, say: Say) -> Target:
@@ -180,9 +193,9 @@ class _Progress:
 
     def __call__(self, name: str, ended: int, total: int) -> None:
         now = time.monotonic()
-        if ended < total and now - self._said_at > PROGRESS_S:
+        if (not total or ended < total) and now - self._said_at > PROGRESS_S:
             self._said_at = now
-            self._say(f"{name}: {ended} of {total} requests")
+            self._say(f"{name}: {ended} of {total} requests" if total else f"{name}: {ended} requests")
 
 
 def _line(row: Row) -> str:
@@ -209,10 +222,12 @@ def _facts(settings: BenchSettings, targets: list[Target]) -> dict[str, Any]:
 
 def _text(rows: list[Row], names: list[str]) -> str:
     parts = []
+    # 80 where the output is no terminal: people read files in one.
+    width = shutil.get_terminal_size().columns
     if report.measured(rows):
-        parts = [report.to_table(rows), report.to_details(rows)]
+        parts = [report.to_table(rows, width), report.to_details(rows)]
     if found := report.ratios(rows, names):
-        parts.append(report.to_ratios(found, names))
+        parts.append(report.to_ratios(found, names, width))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -53,8 +53,15 @@ class BenchSettings(Settings):
     num_prompts: Annotated[int, AUTO] = Field(
         default=0,
         ge=0,
-        description="Prompts of one measurement; auto: 4 for each that runs at once, or those of 20 seconds, and at "
-        "least 32.",
+        description="Prompts of one measurement; auto: as many as --duration takes; without it, 4 for each that runs "
+        "at once, or those of 20 seconds, and at least 32.",
+    )
+    duration_s: Annotated[float | None, Flag("--duration", metavar="SECONDS", unset="none")] = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds of one measurement in which requests start; it ends with the last of them. With "
+        "--num-prompts, whichever limit comes first ends it.",
     )
     num_rounds: Annotated[int, AUTO] = Field(
         default=0, ge=0, description="Times that each measurement is made; auto: 5 in a comparison, else 1."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from foretoken.bench.bottleneck import client_figures, limits
-from foretoken.bench.load import Answer, Clients, Load, OnProgress
+from foretoken.bench.load import Answer, Clients, Load, OnProgress, Stream
 from foretoken.bench.measures import Bounds, figures_of
 from foretoken.bench.prompts import Prompt
 from foretoken.bench.speculation import Watched, from_answers
@@ -18,13 +19,15 @@ from foretoken.bench.target import Target
 
 # Prompts of a measurement whose number is not given.
 LEAST_PROMPTS, PROMPTS_A_STREAM, SECONDS = 32, 4, 20.0
+# Prompts for each request at once that a client holds at first when only the duration is given.
+AHEAD = 4
 # Streams that one client process serves before another one is started.
 STREAMS_A_CLIENT, RATE_A_CLIENT = 32, 20.0
 
 Row = dict[str, Any]
 # From a seed to prompts without end; equal seeds give equal prompts.
 Prompts = Callable[[str], Iterator[Prompt]]
-# Called with a load's name, ended and all requests.
+# Called with a load's name, ended and all requests; 0: nobody knows how many there will be.
 Report = Callable[[str, int, int], None]
 
 
@@ -49,21 +52,23 @@ class Point:
         load = self.rate / RATE_A_CLIENT if self.rate else self.concurrency / STREAMS_A_CLIENT
         return max(1, math.ceil(load))
 
-    def starts(self, count: int, seed: str) -> list[float]:
-        """Return when each request is due, in seconds: at once, or at random times (Poisson)."""
+    def arrivals(self, seed: str) -> Iterator[float]:
+        """Yield when each request is due, in seconds: at once, or at random times (Poisson); without end."""
         if not self.rate:
-            return [0.0] * count
+            yield from itertools.repeat(0.0)
         generator = random.Random(f"arrivals {self.name} {seed}")
-        at, found = 0.0, []
-        for _ in range(count):
-            found.append(at)
+        at = 0.0
+        while True:
+            yield at
             at += generator.expovariate(self.rate)
-        return found
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """All loads, and what every measurement has in common."""
+    """All loads, and what every measurement has in common.
+
+    ``num_prompts`` 0: the number is not given. ``duration_s`` inf: there is no limit.
+    """
 
     targets: Sequence[Target]
     points: Sequence[Point]
@@ -71,6 +76,7 @@ class Sweep:
     clients: Clients
     rounds: int = 1
     num_prompts: int = 0
+    duration_s: float = math.inf
     timeout_s: float = 300.0
     seed: int = 0
     bounds: Bounds | None = None
@@ -96,10 +102,8 @@ class Sweep:
                 yield from ({**rows[target.name], "round": number} for target in self.targets)
 
     def _measure(self, target: Target, point: Point, seed: str, report: Report) -> Row:
-        count = point.num_prompts(self.num_prompts)
-        prompts = self.prompts(seed)
-        streams = [target.stream(next(prompts), start) for start in point.starts(count, seed)]
-        total = sum(len(stream.bodies) for stream in streams)
+        streams, more = self._streams(target, point, seed)
+        total = 0 if more is not None else sum(len(stream.bodies) for stream in streams)
         watched = Watched(target.address)
         load = self.clients.drive(
             target.address,
@@ -107,8 +111,20 @@ class Sweep:
             self.timeout_s,
             point.concurrency,
             _progress(report, f"{target.name}, {point.name}", total),
+            duration_s=self.duration_s,
+            more=more,
         )
         return self._row(target, point, load, watched)
+
+    def _streams(self, target: Target, point: Point, seed: str) -> tuple[list[Stream], Iterator[Stream] | None]:
+        """Return the streams of a measurement, and what follows them if their number is not known."""
+        starts = itertools.takewhile(lambda at: at < self.duration_s, point.arrivals(seed))
+        streams = (target.stream(prompt, at) for at, prompt in zip(starts, self.prompts(seed), strict=False))
+        if self.num_prompts or math.isinf(self.duration_s):
+            return list(itertools.islice(streams, point.num_prompts(self.num_prompts))), None
+        if point.rate:
+            return list(streams), None
+        return list(itertools.islice(streams, AHEAD * point.concurrency)), streams
 
     def _row(self, target: Target, point: Point, load: Load, watched: Watched) -> Row:
         speculation = watched.speculation(load.answers) if load.answers else None

@@ -86,7 +86,7 @@ class Target:
         del body["stream_options"]
         status, answer = post(self.address, CHAT if self.options.endpoint == "chat" else COMPLETIONS, body)
         if status != 200:
-            return status, answer.decode(errors="replace")[:500], 0
+            return status, self.address.refusal(status, answer), 0
         try:
             return status, "", int(json.loads(answer)["usage"]["prompt_tokens"])
         except (ValueError, LookupError, TypeError):
@@ -105,7 +105,7 @@ def served_model(address: Address) -> str:
     except StreamError as error:
         raise UnavailableError(error.message) from None
     if status != 200:
-        raise StreamError(f"{address}/v1/models: status {status}: {body[:500].decode(errors='replace')}")
+        raise StreamError(f"{address}/v1/models: {address.refusal(status, body)}")
     try:
         return str(json.loads(body)["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
@@ -123,7 +123,7 @@ def takes_ignore_eos(target: Target) -> bool:
         return True
     if "ignore_eos" in why:
         return False
-    raise StreamError(f"{target.address}: status {status}: {why}")
+    raise StreamError(f"{target.address}: {why}")
 
 
 def text_maker(target: Target, count: CountTokens | None) -> MakeText:
@@ -138,7 +138,7 @@ def text_maker(target: Target, count: CountTokens | None) -> MakeText:
     for num_words in (_FEW_WORDS, _MANY_WORDS):
         status, why, num_tokens = target.trial(_trial_text(num_words))
         if status != 200:
-            raise StreamError(f"{target.address}: status {status}: {why}")
+            raise StreamError(f"{target.address}: {why}")
         found.append(num_tokens)
     # What a chat template adds is in both.
     return text_by_rate((_MANY_WORDS - _FEW_WORDS) / max(found[1] - found[0], 1))

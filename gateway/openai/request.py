@@ -140,7 +140,8 @@ class GenerationFields(GrammarFields, SharedFields):
     # Our extension.
     return_token_sources: bool = Field(
         False,
-        description="Each choice carries token_ids, token_texts and token_sources (0: target, k: drafter k).",
+        description="Each choice carries token_ids, token_texts, token_sources (0: target, k: the verifier's drafter "
+        "k) and token_drafters (its name, null for the target).",
     )
     return_draft_tree: bool = Field(
         False,

@@ -145,16 +145,20 @@ class OpenAiFormat(ReplyFormat):
         if options.return_token_sources or options.return_token_ids:
             found["token_ids"] = delta.token_ids
         if options.return_token_sources:
-            found |= {"token_sources": delta.sources, "token_texts": delta.token_texts}
+            found |= {
+                "token_sources": delta.sources,
+                "token_drafters": delta.drafters,
+                "token_texts": delta.token_texts,
+            }
             if options.prediction:
                 found["token_predicted"] = delta.predicted
         if options.return_draft_tree:
-            found["draft_tree"] = None if delta.tree is None else self._tree(delta.tree)
+            found["draft_tree"] = None if delta.tree is None else self._tree(delta.tree, delta.tree_drafters)
         return found
 
-    def _tree(self, tree: VerifiedTree) -> dict[str, Any]:
+    def _tree(self, tree: VerifiedTree, drafters: list[str | None]) -> dict[str, Any]:
         texts = [self._tokenizer.token_text(token_id)[0] for token_id in tree.token_ids]
-        return {**tree._asdict(), "token_texts": texts}
+        return {**tree._asdict(), "drafters": drafters, "token_texts": texts}
 
     def _end(self, output: Output) -> dict[str, Any]:
         assert output.finish_reason is not None

@@ -31,7 +31,7 @@ from protos import drafter_pb2, drafter_pb2_grpc
 from tests.support.draft_requests import draft_request
 from tests.support.mirror_drafter import POISON_SALT, MirrorDrafter
 
-TARGET = TargetInfo(model_fingerprint="m", vocab_size=1000, max_model_len=1024, max_slots=4, max_nodes=8)
+TARGET = TargetInfo(checkpoint_hash="m", vocab_size=1000, max_model_len=1024, max_slots=4, max_nodes=8)
 CHALLENGE = b"c" * 32
 EPOCH = 11
 LONG_S = 600.0

@@ -36,7 +36,7 @@ from foretoken.transports.transport import TransportClosedError, TransportCounte
 from tests.support.draft_requests import assert_same_request, draft_batch, draft_request, draft_requests
 from tests.support.mirror_drafter import MirrorDrafter
 
-TARGET = TargetInfo(model_fingerprint="m", vocab_size=1000, max_model_len=1024, max_slots=6, max_nodes=16)
+TARGET = TargetInfo(checkpoint_hash="m", vocab_size=1000, max_model_len=1024, max_slots=6, max_nodes=16)
 LAYOUT = ArenaLayout.of_target(TARGET, token_capacity=16)
 CHALLENGE = bytes(range(32))
 EPOCH = 7

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -54,15 +54,20 @@ class Deployment:
         fingerprint: str = "fp",
         queue_room: int | None = None,
         awaits_drafters: bool = False,
+        drafters: Sequence[str] = (),
     ) -> ScriptedVerifier:
         """Start a new verifier at address ``number``, and wait for its session if the gateway knows it.
 
-        With ``queue_room`` it has no heartbeats.
+        With ``queue_room`` it has no heartbeats. ``drafters``: names in place of ``ngram`` alone.
         """
         verifier = ScriptedVerifier(self.tokenizer.vocab_size)
         verifier.queue_room, verifier.heartbeats = queue_room, queue_room is None
         verifier.script, verifier.awaits_drafters = script, awaits_drafters
         verifier.info.model_fingerprint = fingerprint
+        if drafters:
+            del verifier.info.drafters[:]
+            for name in drafters:
+                verifier.info.drafters.add(name=name, state="attached")
         stack = self._servers[number] = AsyncExitStack()
         await stack.enter_async_context(serving(verifier, Path(self.addresses[number].removeprefix("unix:"))))
         self.verifiers.append(verifier)

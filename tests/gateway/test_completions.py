@@ -315,6 +315,8 @@ async def test_token_sources_come_with_every_chunk_if_asked(stack: Stack) -> Non
     choices = [chunk["choices"][0] for chunk in events((await stack.http.post(URL, json=body)).text)]
     assert [i for choice in choices for i in choice["token_ids"]] == [*stack.ids("a"), 65, 66, 67]
     assert [i for choice in choices for i in choice["token_sources"]] == [0, 1, 1, 0]
+    names = [name for choice in choices for name in choice["token_drafters"]]
+    assert names == [None, "ngram", "ngram", None]
     for choice in choices:
         assert len(choice["token_texts"]) == len(choice["token_ids"])
         assert choice["text"].startswith("".join(choice["token_texts"]))
@@ -345,6 +347,7 @@ async def test_the_newest_draft_tree_comes_if_asked(stack: Stack, stream: bool) 
             "parents": [-1, 0, 0],
             "sources": [0, 1, 1],
             "accepted": [1],
+            "drafters": [None, "ngram", "ngram"],
             "token_texts": ["a", "b", "c"],
         }
     ]

@@ -67,6 +67,10 @@ class ChangingVerifier(ScriptedVerifier):
     async def AttachDrafter(
         self, request: verifier_pb2.AttachDrafterRequest, context: Any
     ) -> verifier_pb2.AttachDrafterResponse:
+        for drafter in self.info.drafters:
+            # As verifier_svc/drafters/registry.py.
+            if (drafter.name, drafter.address) == (request.name, request.address) and drafter.state != "detached":
+                return verifier_pb2.AttachDrafterResponse(drafter=drafter)
         if self.states.get(request.name, "detached") != "detached":
             raise PreconditionError(f"a drafter {request.name!r} is attached", field="name")
         self.attached.append((request.name, request.address, request.transport))
@@ -151,6 +155,8 @@ async def test_attach_list_detach_on_all_verifiers(operated: Operated) -> None:
         for name, state in (("ngram", "attached"), ("late", "connecting"))
     ]
     again = await operated.http.post(URL, json=BODY, headers=AUTH)
+    assert (again.status_code, again.json()) == (200, answer.json())
+    again = await operated.http.post(URL, json={**BODY, "address": "unix:/run/other"}, headers=AUTH)
     assert (again.status_code, again.json()["error"]["param"]) == (409, "name")
     gone = await operated.http.delete(f"{URL}/late", headers=AUTH)
     assert gone.json() == {"object": "drafter", "name": "late", "detached": True}
@@ -300,6 +306,24 @@ async def test_attach_says_what_became_of_it(operated: Operated, outcome: tuple[
     assert lines[0].startswith("late: attached,") and lines[1].startswith(shown), result.output
     assert (result.exit_code, "not attached yet" in result.stderr) == ((0, False) if state == "attached" else (3, True))
     assert not second.outcomes
+
+
+async def test_attach_of_a_drafter_that_is_attached_already(operated: Operated) -> None:
+    words = ["--url", str(operated.http.base_url), "--admin-api-key-file", str(operated.key)]
+
+    async def attach(address: str = "unix:/run/late") -> Any:
+        return await asyncio.to_thread(CliRunner().invoke, app, ["drafters", "attach", "late", address, *words])
+
+    assert (await attach()).exit_code == 3
+    # It attached itself meanwhile, to one verifier and then to the other.
+    for verifier, status in zip(operated.verifiers, (3, 0), strict=True):
+        verifier.info.drafters[-1].state, verifier.info.drafters[-1].reason = "attached", ""
+        again = await attach()
+        assert (again.exit_code, "late was attached already" in again.stderr) == (status, status == 0), again.output
+    assert again.stdout.count("late: attached,") == 2
+    assert [verifier.attached for verifier in operated.verifiers] == [[("late", "unix:/run/late", "auto")]] * 2
+    refused = await attach("unix:/run/other")
+    assert refused.exit_code == 1 and isinstance(refused.exception, ForetokenError)
 
 
 async def test_the_wait_for_a_drafter_that_loads_has_an_end(operated: Operated) -> None:

@@ -13,7 +13,7 @@ import pytest
 from gateway import generation
 from gateway.config import GatewaySettings
 from gateway.tokenizer import Tokenizer
-from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
+from protos import common_pb2, gateway_pb2, gateway_pb2_grpc, verifier_pb2
 from tests.gateway.conftest import events
 from tests.gateway.deployment import TEXT, URL, Deployment, ask, deployment, joined, playing, silent
 from tests.gateway.scripted_verifier import STOP, Player, steps
@@ -103,6 +103,46 @@ async def test_the_answer_is_that_without_the_death(
                 assert without_ids(answer) == without_ids(expected)
                 assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 7
             assert running.attempts == [(0, 0, []), (0, 1, output[:cut])]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_name_the_drafters_of_the_verifier_that_wrote_them(
+    settings: GatewaySettings, tokenizer: Tokenizer, stream: bool
+) -> None:
+    """The verifiers number the same drafters differently."""
+    output = tokenizer.encode(TEXT)[:6]
+    trees = [
+        verifier_pb2.VerifiedTree(token_ids=output[:3], parents=[-1, 0, 1], sources=[0, *sources], accepted=[1])
+        for sources in ([1, 2], [2, 1])
+    ]
+
+    async def first(player: Player) -> None:
+        player.tokens(output[:3], sources=[0, 1, 2], tree=trees[0])
+
+    async def second(player: Player) -> None:
+        # The gateway has not heard of the third one.
+        player.tokens(output[3:], sources=[1, 2, 3], tree=trees[1])
+        player.finish()
+
+    body = {"prompt": "def add", "max_tokens": 6, "stream": stream}
+    async with deployment(settings, tokenizer) as running:
+        await running.start(first, drafters=("eagle3", "ngram"))
+        wanted = {"return_token_sources": True, "return_draft_tree": True}
+        asked = asyncio.create_task(running.http.post(URL, json={**body, **wanted}))
+        pool = running.gateway.verifiers
+        await running.until(lambda: [len(sequence._emitted) for sequence in pool._sequences] == [3])
+        await running.kill()
+        await running.start(second, drafters=("ngram", "eagle3"))
+        text = (await asked).text
+    choices = [chunk["choices"][0] for chunk in (events(text) if stream else [json.loads(text)])]
+    assert [name for choice in choices for name in choice["token_drafters"]] == [
+        None,
+        *("eagle3", "ngram"),
+        *("ngram", "eagle3", "drafter 3"),
+    ]
+    assert [number for choice in choices for number in choice["token_sources"]] == [0, 1, 2, 1, 2, 3]
+    shown = [choice["draft_tree"]["drafters"] for choice in choices if choice["draft_tree"]]
+    assert shown == [[None, "eagle3", "ngram"]] * len(shown) and len(shown) == (2 if stream else 1)
 
 
 @pytest.mark.parametrize("cuts", [[None, 2, 1], [1, None, None], [1, 1, 1]])

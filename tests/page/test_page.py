@@ -80,6 +80,38 @@ async def test_a_typed_prompt_streams_in_colours(stack: Stack, opened: Opened) -
     assert "Done" in await text_of(opened, "#status")
 
 
+async def test_a_drafter_has_one_colour_however_its_verifier_numbers_it(stack: Stack, opened: Opened) -> None:
+    """The verifier starts again, with other numbers, between two runs."""
+    page = opened.page
+    await page.uncheck("#compare")
+    ids = stack.ids("hello world stop")
+    colours: dict[str, set[str]] = {"ngram": set(), "eagle3": set()}
+    for names in (("ngram", "eagle3"), ("eagle3", "ngram")):
+        del stack.verifier.info.drafters[:]
+        for name in names:
+            stack.verifier.info.drafters.add(name=name, state="attached")
+        numbers = [0, *(names.index(name) + 1 for name in ["eagle3"] + ["ngram"] * (len(ids) - 2))]
+
+        async def play(player: Player, numbers: list[int] = numbers) -> None:
+            player.tokens(ids, sources=numbers)
+            player.finish()
+
+        stack.verifier.script = play
+        # The gateway learns of the new verifier, as it does when its session breaks.
+        assert (await stack.http.get("/version")).status_code == 200
+        await page.wait_for_selector("#legend:has-text('eagle3')")
+        await page.click("#run")
+        await page.wait_for_selector(".panel .row p:has-text('done')")
+        texts = [stack.tokenizer.token_text(token)[0] for token in ids]
+        for name, wanted in (("eagle3", texts[1:2]), ("ngram", texts[2:])):
+            legend = page.locator(f"#legend li:has-text('{name}') .token")
+            (colour,) = set(str(await legend.get_attribute("class")).split()) - {"token"}
+            shown = await page.locator(f".output .{colour}").all_text_contents()
+            assert "".join(shown) == "".join(wanted) != ""
+            colours[name].add(colour)
+    assert [len(found) for found in colours.values()] == [1, 1]
+
+
 async def test_both_runs_stand_side_by_side_with_the_same_text(stack: Stack, opened: Opened) -> None:
     page = opened.page
     stack.verifier.script = drafted(stack)
@@ -285,6 +317,36 @@ class TestAccessibility:
         await page.keyboard.press("Enter")
         await page.wait_for_selector("#requests td:has-text('/v1/completions')")
         await check()
+        for table in ("#drafter-table", "#request-table"):
+            await self.check_sideways(opened, table)
+
+    async def check_sideways(self, opened: Opened, table: str) -> None:
+        """A table that is wider than the page says so: in words, and by a shadow on the side where more is."""
+        page = opened.page
+        region = page.locator(table)
+        words = page.locator(f"{table}-hint")
+
+        async def sides() -> tuple[bool, bool]:
+            classes = str(await region.get_attribute("class")).split()
+            shadow = await region.evaluate("(region) => getComputedStyle(region).boxShadow")
+            found = ("more-before" in classes, "more-after" in classes)
+            assert (shadow != "none") == any(found)
+            return found
+
+        rest = await region.evaluate("(region) => region.scrollWidth - region.clientWidth")
+        assert await words.is_visible() == (rest > 1)
+        assert await region.get_attribute("aria-describedby") == (f"{table[1:]}-hint" if rest > 1 else None)
+        assert await sides() == (False, rest > 1)
+        viewport = page.viewport_size
+        assert viewport is not None and (rest > 1 or viewport != PHONE)
+        if rest > 1:
+            # The region is reached by keyboard, and moved by it.
+            await region.focus()
+            await page.keyboard.press("ArrowRight")
+            await page.wait_for_selector(f"{table}.more-before")
+            await region.evaluate("(region) => region.scrollTo(region.scrollWidth, 0)")
+            await page.wait_for_selector(f"{table}:not(.more-after)")
+            assert await sides() == (True, False)
 
 
 async def test_everything_is_reached_by_keyboard(stack: Stack, opened: Opened) -> None:

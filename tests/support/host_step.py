@@ -91,6 +91,11 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
     def max_tokens(self) -> int:
         return self.memory.layout.tokens
 
+    @property
+    def seating(self) -> HostStep:
+        """Keep its own seats."""
+        return self
+
     def warm_up(self, features: tuple[int, ...]) -> None:
         return
 

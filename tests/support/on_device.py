@@ -16,8 +16,8 @@ from tests.support.grammars import VOCAB
 from verifier_svc.drafters.device_offer import ResidentOffer
 from verifier_svc.model.attention_choice import FlashInferPasses
 from verifier_svc.model.device_runner import DeviceRunner
-from verifier_svc.overlap import RunAhead
 from verifier_svc.overlap_step import ResidentStep, plain_memory
+from verifier_svc.run_ahead import RunAhead
 from verifier_svc.sampling.device_walker import DeviceWalker
 
 MAX_RUNNING = 8

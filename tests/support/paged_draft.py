@@ -34,7 +34,7 @@ Entry = tuple[int, int, bytes]
 
 def target_info(**changes: object) -> TargetInfo:
     fields = {
-        "model_fingerprint": "m",
+        "checkpoint_hash": "m",
         "vocab_size": VOCAB,
         "max_model_len": 96,
         "max_slots": 4,

@@ -64,13 +64,13 @@ class Steps:
         return self.memory.prompt_hidden[first : first + num_tokens]
 
     def join(self, sequence: Sequence, width: int = 1) -> int:
-        index = self.step.free_seat()
-        self.step.join(index, Seat(sequence, width, 1, is_new=True))
+        index = self.step.seating.free_seat()
+        self.step.seating.join(index, Seat(sequence, width, 1, is_new=True))
         self.seated[index] = sequence
         return index
 
     def leave(self, index: int) -> None:
-        self.step.leave(index)
+        self.step.seating.leave(index)
         del self.seated[index]
 
     def draft(self, index: int, tokens: list[int], parents: list[int], score: float = 0.0) -> None:
@@ -169,7 +169,7 @@ def test_seats_share_the_rows_of_a_step(folder: Path, device: str) -> None:
         sequence = sequence_of(prompt, slot, [4 * slot + block for block in range(4)])
         steps.prefill(sequence, len(prompt) - 1)
         steps.join(sequence, width=3)
-    steps.step.share_rows(2)
+    steps.step.seating.share_rows(2)
     done = [1, 1]
     assert steps.run() == {0: texts[0][:1], 1: texts[1][:1]}
     for better in (0, 1):
@@ -216,7 +216,7 @@ def test_captures_stay_within_the_largest_pass_and_write_no_kv_entries(folder: P
     cache = steps.runner.planes.fill_(1).clone()
     assert len(list(steps.step.captures(EMBEDDING, [(1, 1), (NODES, NODES)], has_found=True))) >= 2
     assert torch.equal(steps.runner.planes, cache)
-    assert steps.step.num_in_flight == 0 and not any(steps.step.seats)
+    assert steps.step.num_in_flight == 0 and not any(steps.step.seating.seats)
 
 
 def test_a_step_without_seats_only_gets_its_number(folder: Path, device: str) -> None:
@@ -243,7 +243,7 @@ def test_a_sequence_joins_beside_a_tree_and_the_first_one_leaves(folder: Path, d
     assert steps.run() == {0: texts[0][:1]}
 
     # A wrong and a right child. The second prompt comes in two chunks meanwhile.
-    steps.step.resize(0, 4)
+    steps.step.seating.resize(0, 4)
     wrong = (texts[0][1] + 1) % VOCAB
     steps.draft(0, [texts[0][0], wrong, texts[0][1], texts[0][2]], [-1, 0, 0, 2])
     second = sequence_of(prompts[1], 1, [4, 5, 6, 7])
@@ -257,7 +257,7 @@ def test_a_sequence_joins_beside_a_tree_and_the_first_one_leaves(folder: Path, d
     steps.draft(0, [texts[0][3], texts[0][4]], [-1, 0])
     halves.append(steps.prefill(second, 1))
     assert steps.join(second, width=2) == 1
-    steps.step.resize(0, 2)
+    steps.step.seating.resize(0, 2)
     assert steps.run(is_drafted=True) == {0: texts[0][4:6], 1: texts[1][:1]}
     assert torch.equal(torch.cat(halves), embedding[prompts[1][:2]])
     assert halves[0].data_ptr() != halves[1].data_ptr()

@@ -46,7 +46,7 @@ class DrafterClients:
         settings, config = self._settings, runner.config
         self._target = TargetInfo(
             # Not the runner's fingerprint, which is final only after its warm-up.
-            model_fingerprint=runner.checkpoint_hash,
+            checkpoint_hash=runner.checkpoint_hash,
             vocab_size=config.vocab_size,
             max_model_len=runner.max_model_len,
             max_slots=settings.max_running_requests,

@@ -47,7 +47,10 @@ class DrafterRegistry:
         self._lock = asyncio.Lock()
 
     async def attach(self, name: str, address: str, transport: str) -> DrafterHandle:
-        """Begin to attach a drafter. Raises InvalidRequestError naming the field, and as DrafterRouting.add."""
+        """Begin to attach a drafter; return it unchanged if it is there already, at this address.
+
+        Raises InvalidRequestError naming the field, and as DrafterRouting.add.
+        """
         endpoint = _endpoint(name, address, transport)
         return await self._to_the_end(self._attach(endpoint))
 
@@ -61,6 +64,8 @@ class DrafterRegistry:
 
     async def _attach(self, endpoint: DrafterEndpoint) -> DrafterHandle:
         async with self._lock:
+            if (present := self._present(endpoint)) is not None:
+                return present
             source = self._make_source(endpoint)
             done: Future[None] = Future()
             try:
@@ -73,6 +78,16 @@ class DrafterRegistry:
             self._corpora.attach(source, endpoint.address)
         logger.info("drafter %s is to be attached at %s", endpoint.name, endpoint.address)
         return self._handle_of(endpoint.name)
+
+    def _present(self, endpoint: DrafterEndpoint) -> DrafterHandle | None:
+        """Return the drafter that the endpoint names, unless it is detached, elsewhere or unknown."""
+        try:
+            handle = self._handle_of(endpoint.name)
+        except KeyError:
+            return None
+        source = handle.source
+        is_same = source.address == endpoint.address and endpoint.transport in ("auto", source.transport_name)
+        return handle if is_same and not handle.is_detached else None
 
     async def _detach(self, name: str) -> None:
         async with self._lock:

@@ -13,11 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import foretoken_kernels
 import numpy as np
 import torch
 from foretoken_kernels.cpu.kv_commit import kv_commit
 from numpy.typing import NDArray
 
+import foretoken
+import verifier_svc
 from foretoken.errors import ConfigError, PreconditionError
 from foretoken.kv_cache import KVCache, kv_bytes_per_token
 from foretoken.models.backend import CPU, Backend, device_name
@@ -25,8 +28,9 @@ from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig, load_config
 from foretoken.models.decoder_weights import Progress, load_decoder_weights
 from foretoken.models.element_type import DType, element_type
+from foretoken.models.kept_checks import KeptCheck, machine_facts
 from foretoken.models.llama import HostLlama
-from foretoken.models.row_check import rows_are_independent
+from foretoken.models.row_check import rows_are_independent, rows_look_independent
 from foretoken.models.target_weights import TargetWeights
 from foretoken.models.weights import Checkpoint, hash_files
 from foretoken.sampling import SAMPLER_VERSION
@@ -223,15 +227,41 @@ class ModelRunner(TargetModel):
         self.check_slots(src_slots, dst_slots)
         kv_commit(self._planes, src_slots, dst_slots)
 
-    def warm_up(self, progress: Progress = silent) -> None:
+    def warm_up(self, progress: Progress = silent, checks: Path | None = None) -> None:
         """Compile kernels, touch all buffers, check that rows are independent, set ``mode``.
 
         Call it before the first sequence: it writes noise to the cache.
+
+        ``checks``: a file of checks that earlier starts have passed; this one counts again if
+        nothing has changed on which it depends, and a few rows still pass.
         """
         start = time.perf_counter()
         most = min(self.cache.num_slots, self.max_model_len)
+        kept = None if checks is None else KeptCheck(checks, self._check_facts(most))
+        passed_at = None if kept is None else kept.passed_at()
+        if kept is not None and passed_at is not None:
+            if rows_look_independent(self._model.forward, self.config, self.block_size, most):
+                self.mode = "strict"
+                seconds = time.perf_counter() - start
+                where = f"{passed_at}, by {kept.path}"
+                _log.info("numerics: strict, as checked at %s; a few rows checked again in %.2f s", where, seconds)
+                return
+            _log.warning("a kept check of numerics does not hold any more: checking all rows again")
         independent = rows_are_independent(self._model.forward, self.config, self.block_size, most, progress)
         self.set_mode(independent, time.perf_counter() - start)
+        if kept is not None:
+            kept.keep() if independent else kept.forget()
+
+    def _check_facts(self, most_tokens: int) -> dict[str, str]:
+        """Return everything that the row check's result depends on."""
+        model = {
+            "checkpoint": self.checkpoint_hash,
+            "dtype": str(self.dtype),
+            "sizes": f"{self.block_size} {most_tokens} {self.max_model_len}",
+            "team": f"{self.threads} {self.wide_threads}",
+        }
+        packages = (foretoken.__file__, foretoken_kernels.__file__, verifier_svc.__file__)
+        return model | machine_facts(Path(file).parent for file in packages if file)
 
 
 def default_threads() -> int:

@@ -55,7 +55,7 @@ function show({model, version, verifiers}) {
   byId("server").textContent = model + where;
   byId("version").textContent = `foretoken ${version}`;
   if (!first) return;
-  const isNew = sources.take(first.drafters);
+  const isNew = sources.take(up);
   if (isNew || !byId("drafter").options.length) generator.offerDrafters();
 }
 

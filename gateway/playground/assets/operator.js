@@ -3,6 +3,7 @@
 import {ApiError, getJson, operatorKey} from "./api.js";
 import {announce, byId, element, showAlert} from "./dom.js";
 import {number, percent} from "./panel.js";
+import {ScrollHint} from "./scroll_hint.js";
 
 const REFRESH_MS = 2000;
 const NO_ENDPOINTS = "This server has no operator's endpoints: it was started without --admin-api-key-file.";
@@ -11,6 +12,7 @@ export class OperatorView {
   timer = null;
 
   constructor() {
+    for (const region of document.querySelectorAll("#operator-view .scroll")) new ScrollHint(region);
     byId("operator-form").addEventListener("submit", (event) => {
       event.preventDefault();
       operatorKey.value = byId("operator-key").value.trim();

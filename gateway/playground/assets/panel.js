@@ -1,7 +1,6 @@
 // Shows one run: its text, coloured by source, and its figures while it runs.
 
 import {element} from "./dom.js";
-import {TARGET} from "./sources.js";
 import {drawTree} from "./tree.js";
 
 // The times of fewer tokens say nothing about speed.
@@ -55,13 +54,13 @@ export class Panel {
   addChoice(choice, now) {
     const content = choice.text ?? choice.delta?.content ?? "";
     const texts = choice.token_texts ?? [];
-    const sources = choice.token_sources ?? [];
+    const drafters = choice.token_drafters ?? [];
     if (texts.length) {
       this.firstAt ??= now;
       this.lastAt = now;
     }
     texts.forEach((text, index) => {
-      this.addToken(choice.token_ids[index], text, sources[index], choice.token_predicted?.[index]);
+      this.addToken(choice.token_ids[index], text, drafters[index], choice.token_predicted?.[index]);
     });
     const joined = texts.join("");
     // Text that waited for its token's end, or for a stop string.
@@ -70,14 +69,15 @@ export class Panel {
     if (choice.draft_tree) this.lastTree = choice.draft_tree;
   }
 
-  addToken(id, text, source, isPredicted) {
+  // ``drafter``: its name; null: the target sampled the token.
+  addToken(id, text, drafter, isPredicted) {
     // The first token is the prompt's: no step drafted it.
     if (this.tokenIds.length) {
-      if (source === TARGET) this.numSteps += 1;
+      if (drafter === null) this.numSteps += 1;
       else this.numAccepted += 1;
     }
     this.tokenIds.push(id);
-    this.append(text, this.sources.classOf(source, isPredicted));
+    this.append(text, this.sources.classOf(drafter, isPredicted));
   }
 
   append(text, className) {

@@ -24,7 +24,7 @@ export function drawTree(place, tree, sources) {
     const label = svg("text", {x: x[node] + 8, y: y[node]});
     label.textContent = visible(text);
     const group = svg("g", {}, svg("rect", {x: x[node], y: y[node] - BOX.height / 2, ...BOX, rx: 5}), label);
-    const className = sources.classOf(tree.sources[node]);
+    const className = sources.classOf(tree.drafters[node]);
     if (className) group.classList.add(className);
     if (kept.has(node)) group.classList.add("kept");
     return group;

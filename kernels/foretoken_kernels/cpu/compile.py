@@ -39,6 +39,27 @@ def cpu_has(feature: str) -> bool:
     return bool(_binding.get_host_cpu_features().get(feature, False))
 
 
+def cache_folder() -> Path | None:
+    """Return the folder that numba was told to keep compiled functions in; None if it was told none."""
+    found = _numba.config.CACHE_DIR
+    return Path(found) if found else None
+
+
+def facts() -> dict[str, str]:
+    """Return what compiled code depends on besides its source: compiler, its settings, and the CPU."""
+    config = _numba.config
+    settings = {
+        name: value
+        for name in dir(config)
+        if name.isupper() and isinstance(value := getattr(config, name), str | int | float | None)
+    }
+    return {
+        "numba": f"{_numba.__version__} {sorted(settings.items())}",
+        "llvm": f"{llvmlite.__version__} {_binding.llvm_version_info}",
+        "host": f"{_binding.get_host_cpu_name()} {_binding.get_host_cpu_features().flatten()}",
+    }
+
+
 def emitted(typed: Callable[..., Any]) -> Any:
     """Make an operation whose instructions ``typed`` builds (numba's ``intrinsic``)."""
     return numba.extending.intrinsic(typed)

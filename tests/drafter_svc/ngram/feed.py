@@ -12,7 +12,7 @@ from drafter_svc.ngram.settings import NgramSettings
 from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftBatch, DraftRequest, TargetInfo
 
 VOCAB_SIZE = 100
-TARGET = TargetInfo(model_fingerprint="m", vocab_size=VOCAB_SIZE, max_model_len=200, max_slots=4, max_nodes=32)
+TARGET = TargetInfo(checkpoint_hash="m", vocab_size=VOCAB_SIZE, max_model_len=200, max_slots=4, max_nodes=32)
 Tree = tuple[list[int], list[int]]
 ROOT = [-1]
 UNLIMITED = 1 << 20

@@ -23,6 +23,7 @@ from tests.support.command_line import ENVIRONMENT, foretoken, free_port
 from tests.support.scripted_server import STREAM_HEAD, ScriptedServer, chunk, event, scripted_server, usage_event
 
 SPECULATION = {"num_spec_steps": 2, "num_accepted_draft_tokens": 4, "acceptance_histogram": [0, 0, 2]}
+OF_FILE = ("--dataset-name", "file", "--dataset-path", "prompts.txt")
 FEW = ("--num-prompts", "3", "--warmup-requests", "1", "--clients", "1")
 
 
@@ -71,10 +72,12 @@ def test_a_sweep_prints_a_table_and_writes_json_and_a_picture(tmp_path: Path) ->
         )
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if line.startswith("|")]
-    assert [line.split("|")[1].strip() for line in lines[2:]] == ["1", "2", "200/s"]
+    assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == ["load", "1", "2", "200/s"]
+    assert max(map(len, lines)) <= 80
     assert "accepted by position: 100%, 100% (from answers)" in result.stdout
     content = json.loads(file.read_text())
-    assert content["servers"] == [{"name": "first", "url": str(server.address), "model": "served"}]
+    assert content["servers"] == [{"name": "served", "url": str(server.address), "model": "served"}]
+    assert {row["server"] for row in content["rows"]} == {"served"} and "first" not in result.stderr
     for row in content["rows"]:
         # Three requests of 7 tokens by usage; each came in two chunks.
         assert (row["num_requests"], row["num_tokens"], row["num_chunks"]) == (3, 21, 6)
@@ -97,8 +100,10 @@ def test_failed_requests_are_named_and_end_with_1(tmp_path: Path, words: tuple[s
         dataset = ("--dataset-name", "file", "--dataset-path", str(file), "--warmup-requests", "0")
         result = bench(server, *dataset, *words)
     assert result.returncode == status
-    assert '1 of 3 requests failed: status 503: {"error": "full"}' in result.stderr
-    assert "3, 1 failed" in result.stdout
+    assert "1 of 3 requests failed: status 503: full" in result.stderr
+    table = [line.split("|")[1:3] for line in result.stdout.splitlines() if line.startswith("|")]
+    figures = {title.strip(): figure.strip() for title, figure in table}
+    assert (figures["requests"], figures["failed"]) == ("3", "1")
 
 
 def test_two_servers_are_compared_in_pairs(tmp_path: Path) -> None:
@@ -151,6 +156,42 @@ def test_turns_of_a_file_are_conversations(tmp_path: Path) -> None:
     assert refused.returncode == 2 and "give --endpoint chat" in refused.stderr
 
 
+@pytest.mark.parametrize("words", [(), ("--model", "m"), ("--model", "m", "--disable-ignore-eos", *OF_FILE)])
+def test_a_server_that_wants_a_key_says_what_to_set(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Whichever request is the first: for the model, a trial, or of the warm-up."""
+    (tmp_path / "prompts.txt").write_text("hello\n")
+
+    def refuse(body: dict[str, Any]) -> Iterator[bytes]:
+        return reply({"error": {"message": "no API key", "code": "invalid_api_key"}}, "401 Unauthorized")
+
+    with scripted_server(refuse) as server, scripted_server(serve) as open_server:
+        words = tuple(word.replace(OF_FILE[-1], str(tmp_path / "prompts.txt")) for word in words)
+        missing, wrong = bench(server, *words), bench(server, *words, FORETOKEN_API_KEY="secret")
+        compared = bench(open_server, "--compare-url", str(server.address))
+    for result, what in (
+        (missing, "status 401: the server wants an API key: set FORETOKEN_API_KEY or --api-key"),
+        (wrong, "status 401: no API key (the key is that of FORETOKEN_API_KEY or --api-key)"),
+        (compared, "the server wants an API key: set FORETOKEN_COMPARE_API_KEY or --compare-api-key"),
+    ):
+        (line,) = result.stderr.splitlines()
+        assert result.returncode == 1 and line.endswith(what) and "{" not in line and "secret" not in line
+
+
+def test_requests_start_within_the_duration_and_are_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    with scripted_server(serve) as server:
+        words = ("--duration", "0.4", "--max-concurrency", "2", "--request-rate", "50", "--input-len", "5")
+        result = foretoken("bench", "--url", str(server.address), "--clients", "1", *words, "--output-file", str(file))
+        limited = bench(server, "--duration", "300", "--max-concurrency", "2")
+    assert result.returncode == 0, result.stderr
+    closed, arrivals = json.loads(file.read_text())["rows"]
+    assert closed["num_failed"] == arrivals["num_failed"] == 0
+    # No prompt was sent twice, however many there were.
+    prompts = [body["prompt"] for body in server.bodies if body["stream"]]
+    assert len(prompts) == len(set(prompts)) == 4 + closed["num_sent"] + arrivals["num_sent"] + 1 + 3
+    assert limited.returncode == 0, limited.stderr
+
+
 def test_a_server_that_is_not_there_is_one_line() -> None:
     result = foretoken("bench", "--url", f"127.0.0.1:{free_port()}")
     assert result.returncode == 1 and result.stdout == "" and len(result.stderr.splitlines()) == 1
@@ -193,6 +234,8 @@ def test_nothing_is_left_running_after_ctrl_c() -> None:
         ({"dataset_name": "sharegpt"}, "--dataset-path belongs to --dataset-name"),
         ({"dataset_path": "a.json"}, "--dataset-path belongs to --dataset-name"),
         ({"compare_model": "m"}, "need --compare-url"),
+        ({"duration_s": 0}, "--duration: "),
+        ({"duration_s": "inf"}, "--duration: "),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(values: dict[str, Any], message: str) -> None:

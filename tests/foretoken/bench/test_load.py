@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -117,6 +118,38 @@ def test_a_conversation_carries_the_servers_answers(clients: Clients) -> None:
     assert server.paths == [CHAT, CHAT] and len(found.answers) == 2
     assert [message["content"] for message in server.bodies[1]["messages"]] == ["one", "re: one", "two"]
     assert server.bodies[1]["model"] == "m" and found.answers[1].due_at >= found.answers[0].last_at
+
+
+def test_no_request_starts_after_the_duration_and_those_that_run_are_waited_for(clients: Clients) -> None:
+    duration_s = 0.5
+
+    def wait(request: dict[str, Any]) -> Iterator[bytes]:
+        # It came after the start, so the duration is over then.
+        time.sleep(duration_s)
+        yield from answer(request)
+
+    streams = [Stream((body(f"{user}0"), body(f"{user}1"))) for user in "abcd"]
+    with scripted_server(wait) as server:
+        found = clients.drive(server.address, streams, 60.0, 2, duration_s=duration_s)
+    # Two may run at once; their next requests and the other streams were due too late.
+    names = [request["name"] for request in server.bodies]
+    assert names and set(names) <= {"a0", "b0"}
+    assert len(found.answers) == len(names) and found.failures == []
+
+
+def test_more_streams_come_until_the_duration_is_over(clients: Clients) -> None:
+    """Then the next run gets its own streams, and none that was asked for in vain."""
+    more = (Stream((body(f"more {number}"),)) for number in itertools.count())
+    with scripted_server(answer) as server:
+        found = clients.drive(server.address, [Stream((body("first"),))] * 2, 60.0, 2, duration_s=0.5, more=more)
+        names = [request["name"] for request in server.bodies]
+        assert len(found.answers) == len(names) and found.failures == []
+        assert len({*names} - {"first"}) == len(names) - names.count("first")
+        few = iter([Stream((body("few"),))])
+        found = clients.drive(server.address, [Stream((body("first"),))], 60.0, 1, more=few)
+        assert [request["name"] for request in server.bodies][len(names) :] == ["first", "few"]
+        assert len(found.answers) == 2
+        assert len(clients.drive(server.address, [Stream((body("last"),))]).answers) == 1
 
 
 def test_failures_are_counted_beside_answers(clients: Clients) -> None:

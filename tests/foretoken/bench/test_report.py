@@ -43,17 +43,42 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_a_table_has_a_line_for_each_load_and_only_the_columns_that_say_something() -> None:
-    table = report.to_table([row(), row(load="8", seconds=2.0), FAILED]).splitlines()
-    titles = cells(table[0])
-    assert "server" not in titles and "good requests/s" not in titles
-    first = dict(zip(titles, cells(table[2]), strict=True))
-    assert (first["load"], first["tok/s"], first["TTFT ms"]) == ("4", "11", "500.0 / 500.0 / 500.0")
-    assert (first["TPOT ms"], first["end to end ms"]) == ("50.00 / 50.00 / 50.00", "1000 / 1000 / 1000")
-    assert (first["interactivity tok/s"], first["cached"], first["tokens a step"]) == ("11.0 / 11.0 / 11.0", "25%", "")
-    assert len(table) == 4 and len({len(line) for line in table}) == 1
-    titles = cells(report.to_table([row(has_bounds=True), row("second")]).splitlines()[0])
-    assert "server" in titles and "good requests/s" in titles
+def columns(table: str) -> list[dict[str, str]]:
+    """Return the loads' figures by title, of all tables."""
+    found = []
+    for block in table.split("\n\n"):
+        titles, *values = zip(*(cells(line) for line in block.splitlines()), strict=True)
+        found += [dict(zip(titles, column, strict=True)) for column in values]
+    return found
+
+
+def test_a_table_has_a_column_for_each_load_and_only_the_lines_that_say_something() -> None:
+    table = report.to_table([row(), row(load="8", seconds=2.0), FAILED], 80)
+    first, second = columns(table)
+    assert not {"server", "good requests/s", "tokens a step"} & first.keys()
+    assert (first["load"], first["tok/s"], second["load"], second["tok/s"]) == ("4", "11", "8", "6")
+    assert [first[f"TTFT p{n}, ms"] for n in (50, 90, 99)] == ["500.0"] * 3
+    assert [first[f"TPOT p{n}, ms"] for n in (50, 90, 99)] == ["50.00"] * 3
+    assert (first["end to end p50, ms"], first["interactivity p50, tok/s"]) == ("1000", "11.0")
+    assert (first["requests"], first["failed"], first["cached"], first["client busy"]) == ("1", "0", "25%", "20%")
+    assert len({len(line) for line in table.splitlines()}) == 1
+    (first, second) = columns(report.to_table([row(has_bounds=True), row("second")], 80))
+    assert (first["server"], second["server"], first["good requests/s"]) == ("first", "second", "0.00 (0%)")
+
+
+@pytest.mark.parametrize(("width", "at_once"), [(80, 5), (100, 7), (40, 1), (10, 1)])
+def test_a_table_is_as_wide_as_the_terminal_at_most(width: int, at_once: int) -> None:
+    rows = [row(load=str(number), number=turn, seconds=0.001) for number in range(1, 10) for turn in range(2)]
+    tables = report.to_table(rows, width).split("\n\n")
+    lines = [line for table in tables for line in table.splitlines()]
+    assert max(map(len, lines)) <= max(width, 40)
+    found = columns("\n\n".join(tables))
+    assert [each["load"] for each in found] == [str(number) for number in range(1, 10)]
+    assert max(len(cells(table.splitlines()[0])) - 1 for table in tables) == at_once
+    ratios = [report.Ratio(str(load), figure, (1.0, 1.5)) for load in range(4) for figure in report.COMPARED]
+    title, *tables = report.to_ratios(ratios, ["first", "second"], 80).split("\n\n")
+    assert title == "first / second:" and all(len(line) <= 80 for table in tables for line in table.splitlines())
+    assert [each["load"] for each in columns("\n\n".join(tables))] == ["0", "1", "2", "3"]
 
 
 def test_rounds_are_shown_by_their_median_and_range() -> None:
@@ -63,7 +88,8 @@ def test_rounds_are_shown_by_their_median_and_range() -> None:
     (found,) = report.summaries(rows)
     assert (found["tokens_per_s"], found["least_tokens_per_s"], found["most_tokens_per_s"]) == (5.5, 2.75, 11.0)
     assert (found["ttft_p50_ms"], found["num_rounds"], found["tokens_per_step"]) == (1000, 3, 2.0)
-    assert "6 (3 to 11)" in report.to_table(rows)
+    (column,) = columns(report.to_table(rows, 80))
+    assert [column[title] for title in ("tok/s", "tok/s, least", "tok/s, most")] == ["6", "3", "11"]
 
 
 def test_ratios_are_of_the_pairs_and_not_of_the_medians() -> None:
@@ -75,7 +101,7 @@ def test_ratios_are_of_the_pairs_and_not_of_the_medians() -> None:
     found = {ratio.figure: ratio for ratio in report.ratios(rows, ["first", "second"])}
     assert found["tokens_per_s"].ratios == pytest.approx((0.5, 0.5, 0.2)) and found["tokens_per_s"].median == 0.5
     assert found["ttft_p50_ms"].median == pytest.approx(2.0)
-    text = report.to_ratios(list(found.values()), ["first", "second"])
+    text = report.to_ratios(list(found.values()), ["first", "second"], 80)
     assert text.startswith("first / second:") and "0.500 (0.200 to 0.500)" in text
     assert report.ratios(rows, ["first"]) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -13,7 +14,7 @@ from foretoken.bench.client import Address
 from foretoken.bench.load import Answer, Clients, Load, Stream
 from foretoken.bench.measures import Bounds
 from foretoken.bench.prompts import Prompt
-from foretoken.bench.sweep import Point, Sweep, categories
+from foretoken.bench.sweep import AHEAD, Point, Sweep, categories
 from foretoken.bench.target import RequestOptions, Target
 
 # Nothing listens there: neither server has figures of its own.
@@ -31,9 +32,21 @@ class Trace:
     answer: Callable[[dict[str, Any]], Answer | str]
     loads: list[tuple[list[Stream], int]] = field(default_factory=list)
     count: int = 2
+    # What follows the streams of the last load.
+    more: Iterator[Stream] | None = None
 
-    def drive(self, address: Address, streams: Sequence[Stream], timeout_s: float, limit: int, *more: Any) -> Load:
+    def drive(
+        self,
+        address: Address,
+        streams: Sequence[Stream],
+        timeout_s: float,
+        limit: int,
+        on_progress: Any = None,
+        duration_s: float = math.inf,
+        more: Iterator[Stream] | None = None,
+    ) -> Load:
         self.loads.append((list(streams), limit))
+        self.more = more
         found = [self.answer(body) for stream in streams for body in stream.bodies]
         answers = [each for each in found if isinstance(each, Answer)]
         return Load(answers, 0.5, [each for each in found if isinstance(each, str)])
@@ -67,14 +80,39 @@ def test_two_servers_get_the_same_prompts_and_change_places() -> None:
 
 
 def test_arrivals_are_random_at_the_wanted_rate_and_equal_for_equal_seeds() -> None:
-    starts = Point(rate=4.0).starts(4000, "a")
+    def starts_of(point: Point, seed: str) -> list[float]:
+        return list(itertools.islice(point.arrivals(seed), 4000))
+
+    starts = starts_of(Point(rate=4.0), "a")
     gaps = [later - earlier for earlier, later in itertools.pairwise(starts)]
     assert starts[0] == 0.0 and min(gaps) > 0
     assert sum(gaps) / len(gaps) == pytest.approx(0.25, rel=0.05)
     # Exponential gaps: as many as 1 - 1/e are shorter than the mean.
     assert sum(gap < 0.25 for gap in gaps) / len(gaps) == pytest.approx(0.632, abs=0.03)
-    assert starts == Point(rate=4.0).starts(4000, "a") != Point(rate=4.0).starts(4000, "b")
-    assert Point(3).starts(4, "a") == [0.0] * 4
+    assert starts == starts_of(Point(rate=4.0), "a") != starts_of(Point(rate=4.0), "b")
+    assert starts_of(Point(3), "a") == [0.0] * 4000
+
+
+@pytest.mark.parametrize(("num_prompts", "duration_s"), [(0, 3.0), (7, 3.0), (7, 300.0), (7, math.inf)])
+def test_a_duration_bounds_the_arrivals_and_the_number_of_prompts_does_too(num_prompts: int, duration_s: float) -> None:
+    trace = Trace(one_second)
+    rows(sweep(trace, FIRST, points=[Point(rate=5.0)], num_prompts=num_prompts, duration_s=duration_s))
+    starts = [stream.starts_after for stream in trace.loads[0][0]]
+    every = list(itertools.islice(Point(rate=5.0).arrivals("0 5/s 0"), 100))
+    within = [at for at in every if at < duration_s]
+    assert 7 < len([at for at in every if at < 3.0]) < 100
+    assert trace.more is None and starts == within[: num_prompts or None]
+
+
+def test_requests_at_once_follow_each_other_until_the_duration_is_over() -> None:
+    trace = Trace(one_second)
+    rows(sweep(trace, FIRST, points=[Point(3)], duration_s=10.0))
+    (streams, limit) = trace.loads[0]
+    assert limit == 3 and len(streams) == 3 * AHEAD and trace.more is not None
+    prompts = [stream.bodies[0]["prompt"] for stream in [*streams, *itertools.islice(trace.more, 5)]]
+    assert prompts == [f"0 3 0 {number}" for number in range(3 * AHEAD + 5)]
+    rows(sweep(trace, FIRST, points=[Point(3)], duration_s=10.0, num_prompts=5))
+    assert len(trace.loads[1][0]) == 5 and trace.more is None
 
 
 @pytest.mark.parametrize(
@@ -100,7 +138,9 @@ def test_a_rate_ends_with_its_requests() -> None:
     trace = Trace(one_second)
     (row,) = rows(sweep(trace, FIRST, points=[Point(rate=2.0)], num_prompts=5))
     (streams, limit) = trace.loads[0]
-    assert limit == 0 and [stream.starts_after for stream in streams] == Point(rate=2.0).starts(5, "0 2/s 0")
+    assert limit == 0 and [stream.starts_after for stream in streams] == list(
+        itertools.islice(Point(rate=2.0).arrivals("0 2/s 0"), 5)
+    )
     assert (row["load"], row["request_rate"], row["concurrency"]) == ("2/s", 2.0, 0)
     # All were sent at once in this trace, and ended together: 5 x 11 tokens in 1.5 s.
     assert row["tokens_per_s"] == pytest.approx(55 / 1.5) and row["client_late_p99_ms"] == 0

@@ -184,6 +184,26 @@ async def test_attached_used_detached_and_attached_again(verifier: Verifier, tmp
         assert list(await verifier.drafters()) == ["late", "other"]
 
 
+async def test_a_drafter_that_is_attached_already_stays_as_it_is(verifier: Verifier, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'd'}"
+    # Asked again while nothing listens there, and when it has attached itself.
+    await verifier.attach("late", address)
+    assert (await verifier.attach("late", address, "shared-memory")).state == "connecting"
+    async with serving(ngram(), address):
+        await verifier.until("late", "attached")
+        again = await verifier.attach("late", address)
+        assert (again.state, again.num_attaches) == ("attached", 1)
+        assert len(verifier.sources) == 1 and client_threads() == ["drafter-late"]
+        for other in ({"address": f"{address}2"}, {"transport": "grpc"}):
+            with pytest.raises(grpc.aio.AioRpcError) as taken:
+                await verifier.attach(**{"name": "late", "address": address} | other)
+            assert taken.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert (await verifier.drafters())["late"].state == "attached"
+        await verifier.detach("late")
+        await verifier.attach("late", address)
+        await verifier.until("late", "attached", num_attaches=2)
+
+
 async def test_a_drafter_that_is_not_there_yet_or_starts_again(verifier: Verifier, tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 'd'}"
     plain, _ = await verifier.generate(enabled=False)

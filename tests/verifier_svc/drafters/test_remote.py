@@ -45,7 +45,7 @@ from verifier_svc.drafters.source import (
 Kind = Literal["shared-memory", "grpc", "in-process"]
 PROCESS_KINDS: tuple[Kind, ...] = ("shared-memory", "grpc")
 KINDS: tuple[Kind, ...] = (*PROCESS_KINDS, "in-process")
-TARGET = TargetInfo(model_fingerprint="m", vocab_size=1000, max_model_len=1024, max_slots=6, max_nodes=16)
+TARGET = TargetInfo(checkpoint_hash="m", vocab_size=1000, max_model_len=1024, max_slots=6, max_nodes=16)
 EPOCH = 11
 TOKEN_CAPACITY = 16
 # Nothing here waits so long: the suite's time limit ends a test that hangs.

@@ -1,0 +1,202 @@
+"""Who has a seat (batch row) in the next overlapped step, and what the device knows of the seats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from foretoken_kernels.gpu.resident_seats import join_seats
+from foretoken_kernels.resident_state import Joining, Seats, new_seats
+
+from foretoken.models.pinned_buffers import PinnedBuffers, SendRing
+from verifier_svc.scheduling.draft import Draft
+from verifier_svc.scheduling.resident_seat import Seat
+from verifier_svc.scheduling.sequence import Sequence
+
+
+class SeatNeeds(NamedTuple):
+    """What the seats need in the next step.
+
+    Attributes:
+        widths: most rows of each seat; 0 for a free one.
+        num_rows: rows of all seats.
+        most_blocks: blocks of the longest sequence; 0 without sequences.
+        has_new_blocks: whether a sequence has blocks that the device was not sent.
+    """
+
+    widths: list[int]
+    num_rows: int
+    most_blocks: int
+    has_new_blocks: bool
+
+
+class StepSeats:
+    """The seats of the next step. A change takes effect on the device when the next step is launched.
+
+    Attributes:
+        state: what the kernels keep of each seat, in device memory.
+        widths: the most rows of each seat, as the rows were divided last.
+    """
+
+    def __init__(self, max_seats: int, device: torch.device) -> None:
+        self.state: Seats = new_seats(max_seats, device)
+        self._joining = PinnedBuffers({name: ((max_seats,), torch.int32) for name in Joining._fields}, device)
+        # The seats of the next step, and the block tables that the device has of them.
+        self._seats: list[Seat | None] = [None] * max_seats
+        self._tables = np.zeros((max_seats, 0), np.int32)
+        self._num_blocks = [0] * max_seats
+        # Rows of a seat, on average, where the best nodes of all get them; 0: each node has a row.
+        self._budget = 0
+        # What has changed since the last launch: seats that were taken, and whether the rows must
+        # be divided anew.
+        self._joined: list[int] = []
+        self._is_laid_out = False
+        self.widths: list[int] = []
+        self._total_rows = 0
+
+    @property
+    def seats(self) -> Items[Seat | None]:
+        """Return the seats, free ones included."""
+        return self._seats
+
+    @property
+    def last(self) -> int:
+        """Return the number of the last seat that is taken. There must be one."""
+        return max(index for index, seat in enumerate(self._seats) if seat is not None)
+
+    @property
+    def joined(self) -> list[Sequence]:
+        """Return the sequences that have joined since the last launch."""
+        return [seat.sequence for index in self._joined if (seat := self._seats[index]) is not None]
+
+    def begin(self, number: int) -> None:
+        """Free all seats after step ``number``."""
+        self._seats = [None] * len(self._seats)
+        self._num_blocks = [0] * len(self._seats)
+        self._joined = []
+        self._is_laid_out = False
+        self.state.step.fill_(number)
+
+    def free_seat(self) -> int:
+        """Return the lowest free seat. There is one for each batch slot."""
+        return self._seats.index(None)
+
+    def join(self, index: int, seat: Seat) -> None:
+        """Seat a sequence in a free seat, from the next step on. Its first tree is its root."""
+        assert self._seats[index] is None
+        self._seats[index] = seat
+        self._num_blocks[index] = 0
+        self._joined.append(index)
+        self._is_laid_out = False
+
+    def leave(self, index: int) -> None:
+        """Free the seat of a sequence that has ended. No later step has rows for it."""
+        self._seats[index] = None
+        self._is_laid_out = False
+        if index in self._joined:
+            self._joined.remove(index)
+
+    def resize(self, index: int, width: int) -> None:
+        """Change the most nodes of a seat's next trees."""
+        seat = self._seats[index]
+        assert seat is not None
+        if seat.width != width:
+            seat.width = width
+            self._is_laid_out = False
+
+    def share_rows(self, budget: int) -> None:
+        """Give seats this many rows on average in the next steps; the best nodes of all get them. 0: every node."""
+        if budget != self._budget:
+            self._budget = budget
+            self._is_laid_out = False
+
+    def num_rows(self, seat: Seat) -> int:
+        """Return the rows of a seat in a step, on average, without a tree from the host."""
+        return min(seat.width, self._budget) if self._budget else seat.width
+
+    def needs(self, found: Mapping[int, Draft]) -> SeatNeeds:
+        """Return what the seats need in the next step; ``found``: trees from the host, by seat."""
+        longest = num_rows = 0
+        grown = False
+        widths = [0] * len(self._seats)
+        for index, seat in enumerate(self._seats):
+            if seat is None:
+                continue
+            draft = found.get(index)
+            widths[index] = seat.width if draft is None else max(seat.width, draft.tree.num_nodes)
+            num_rows += self.num_rows(seat) if draft is None else widths[index]
+            count = len(seat.sequence.block_ids)
+            longest = max(longest, count)
+            grown |= count > self._num_blocks[index]
+        return SeatNeeds(widths, num_rows, longest, grown)
+
+    def are_laid_out_for(self, needs: SeatNeeds) -> bool:
+        """Return whether the rows are divided as the next step needs them."""
+        return self._is_laid_out and needs.widths == self.widths and needs.num_rows == self._total_rows
+
+    def divide(self, needs: SeatNeeds) -> None:
+        """Note how the rows are divided in the next step."""
+        self.widths, self._total_rows = needs.widths, needs.num_rows
+
+    def forget_layout(self) -> None:
+        """Divide the rows anew in the next step."""
+        self._is_laid_out = False
+
+    def mark_laid_out(self) -> None:
+        """Note that the device has the seats and rows of the next step."""
+        self._is_laid_out = True
+
+    def compile(self) -> None:
+        """Launch the kernel of ``send_joined`` with nobody who joins."""
+        join_seats(self.state, Joining(**self._joining.device))
+
+    def send_joined(self, number: int) -> None:
+        """Tell the device of the sequences that join after step ``number``."""
+        if not self._joined:
+            return
+        joining = self._joining
+        joining.wait()
+        joining.host["joins"][:] = 0
+        for index in self._joined:
+            seat = self._seats[index]
+            assert seat is not None
+            sequence = seat.sequence
+            values = (
+                1,
+                sequence.slot,
+                len(sequence.tokens),
+                sequence.max_new_tokens,
+                sequence.num_output_tokens,
+                sequence.tokens[-1],
+                number,
+            )
+            for name, value in zip(Joining._fields, values, strict=True):
+                joining.host[name][index] = value
+        joining.send()
+        join_seats(self.state, Joining(**joining.device))
+        self._joined = []
+
+    def send_tables(self, out: SendRing, seqs: int, blocks: int, *, is_new: bool = False) -> None:
+        """Send block tables with the sequences' new blocks, for the steps launched after this.
+
+        Args:
+            out: takes int32 [seqs, blocks].
+            is_new: ``out`` has got none of them yet.
+        """
+        if is_new:
+            self._num_blocks = [0] * len(self._seats)
+        if self._tables.shape[1] < blocks:
+            grown = np.zeros((len(self._seats), blocks), np.int32)
+            grown[:, : self._tables.shape[1]] = self._tables
+            self._tables = grown
+        for index, seat in enumerate(self._seats):
+            if seat is None:
+                continue
+            block_ids, known = seat.sequence.block_ids, self._num_blocks[index]
+            if len(block_ids) > known:
+                self._tables[index, known : len(block_ids)] = block_ids[known:]
+                self._num_blocks[index] = len(block_ids)
+        out.send(np.ascontiguousarray(self._tables[:seqs, :blocks]))

@@ -1,0 +1,57 @@
+"""The buffers of an overlapped step, and the sizes that they and its graph are made for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from foretoken_kernels.resident_state import StepRows
+
+from foretoken.models.device_llama import ResidentPass
+from foretoken.models.pinned_buffers import FetchBuffer, PinnedBuffers, SendRing
+from verifier_svc.sampling.device_walker import WalkStage
+
+# Most block tables that may be in transfer at once.
+_TABLES_IN_FLIGHT = 4
+
+
+class StepShape(NamedTuple):
+    """The sizes that a step's graph is captured for. ``is_shared``: whether the GPU divides the rows."""
+
+    rows: int
+    seqs: int
+    max_width: int
+    blocks: int
+    features: tuple[int, ...]
+    is_shared: bool
+
+
+class Stage:
+    """The buffers of one shape."""
+
+    def __init__(self, resident: ResidentPass, walk: WalkStage, *, is_shared: bool) -> None:
+        self.resident, self.walk = resident, walk
+        arrays, asked = resident.batch.arrays, walk.asked.device
+        self.rows = StepRows(
+            row_starts=arrays.row_starts,
+            token_ids=arrays.token_ids,
+            positions=arrays.positions,
+            slot_mapping=arrays.slot_mapping,
+            context_lens=arrays.context_lens,
+            masks=arrays.masks,
+            tree_starts=arrays.tree_starts,
+            row_seqs=asked["row_seqs"],
+            tokens=asked["tokens"],
+            parents=asked["parents"],
+            sample_positions=asked["positions"],
+            num_outputs=asked["num_outputs"],
+            max_new=asked["max_new"],
+            num_nodes=walk.found.device["num_nodes"],
+        )
+        self.tables = SendRing(arrays.block_tables, _TABLES_IN_FLIGHT)
+        # Most rows of each seat. None: rows are not shared.
+        sizes = {"widths": ((resident.batch.shape.seqs,), torch.int32)}
+        self.widths = PinnedBuffers(sizes, arrays.row_starts.device) if is_shared else None
+        # The first row of each seat, and the trees that the rows got.
+        self.starts = FetchBuffer(arrays.row_starts)
+        self.tokens, self.parents = FetchBuffer(asked["tokens"]), FetchBuffer(asked["parents"])

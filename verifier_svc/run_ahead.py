@@ -1,0 +1,108 @@
+"""Start runs of overlapped steps, and capture their graphs while nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING
+
+from foretoken.resident import ResidentMemory, StreamOrder
+from verifier_svc.drafters.attachment import Attachment
+from verifier_svc.drafters.handle import DrafterHandle
+from verifier_svc.drafters.step_deadlines import StepDeadlines
+from verifier_svc.lifecycle import Lifecycle
+from verifier_svc.overlap import Messages, OverlappedRun
+from verifier_svc.scheduling.scheduler import Scheduler
+from verifier_svc.speculation.overlap_policy import OverlapBlock
+from verifier_svc.speculation.resident_drafting import ResidentDrafting
+from verifier_svc.speculation.speculator import Speculator
+
+if TYPE_CHECKING:
+    from verifier_svc.overlap_step import ResidentStep
+
+
+class RunAhead:
+    """Start runs of overlapped steps. Only the engine thread uses it.
+
+    Args:
+        make_step: makes the step for a drafter's memory and stream order.
+        plain: the step of runs without a drafter.
+        timeout_s: the shortest time that a step waits for its draft before it goes on without.
+    """
+
+    def __init__(
+        self,
+        make_step: Callable[[ResidentMemory, StreamOrder], ResidentStep],
+        plain: ResidentStep,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._make_step, self._plain = make_step, plain
+        self._timeout_s = timeout_s
+        # The step of each drafter's memory, by drafter number, and the deadlines of its drafts.
+        # While attached, step numbers only grow.
+        self._drafted: dict[int, tuple[ResidentStep, StepDeadlines]] = {}
+        # The captures that are left to do, by step.
+        self._captures: dict[ResidentStep, Iterator[None]] = {}
+
+    def run(
+        self,
+        scheduler: Scheduler,
+        speculator: Speculator,
+        lifecycle: Lifecycle,
+        messages: Messages,
+    ) -> OverlapBlock | None:
+        """Run overlapped steps as long as possible.
+
+        Returns the reason if an ordinary step must come first, else None.
+        """
+        self._forget_memory(speculator.drafters)
+        drafting = speculator.overlap.drafting(scheduler.running, scheduler.admissible)
+        if isinstance(drafting, OverlapBlock):
+            return drafting
+        step, deadlines = self._step_of(drafting)
+        return OverlappedRun(step, drafting, scheduler, speculator, lifecycle, deadlines).run(messages)
+
+    def prepare(self, speculator: Speculator) -> bool:
+        """Capture one more graph of a usual size. Return whether there may be more to do.
+
+        Called while no sequence runs.
+        """
+        self._forget_memory(speculator.drafters)
+        steps: dict[ResidentStep, tuple[tuple[int, ...], list[tuple[int, int]]]] = {self._plain: ((), [(1, 1)])}
+        for drafter in speculator.drafters:
+            attachment = drafter.attachment
+            if attachment is not None and attachment.has_resident and attachment.has_answered():
+                shapes = speculator.overlap.controllers.of(drafter).controller.shapes
+                sizes = sorted({(shape.rows, shape.nodes) for shape in shapes})
+                steps[self._step_for(drafter, attachment)[0]] = attachment.needs.features, sizes
+        has_lookups = any(drafter.is_attached and not drafter.has_model for drafter in speculator.drafters)
+        for step, (features, sizes) in steps.items():
+            if step not in self._captures:
+                self._captures[step] = step.captures(features, sizes, has_found=has_lookups)
+            if next(self._captures[step], self) is not self:
+                return True
+        return False
+
+    def _step_of(self, drafting: ResidentDrafting) -> tuple[ResidentStep, StepDeadlines]:
+        if drafting.drafter is None or drafting.attachment is None:
+            return self._plain, StepDeadlines(self._timeout_s)
+        return self._step_for(drafting.drafter, drafting.attachment)
+
+    def _step_for(self, drafter: DrafterHandle, attachment: Attachment) -> tuple[ResidentStep, StepDeadlines]:
+        memory = attachment.transport.resident
+        assert memory is not None
+        known = self._drafted.get(drafter.number)
+        if known is None or known[0].memory is not memory:
+            step, deadlines = self._make_step(memory, attachment.transport.order), StepDeadlines(self._timeout_s)
+            known = self._drafted[drafter.number] = step, deadlines
+            known[0].warm_up(attachment.needs.features)
+        return known
+
+    def _forget_memory(self, drafters: Items[DrafterHandle]) -> None:
+        """Drop the steps of drafters that detached, or attached again with other memory."""
+        for number, (step, _) in list(self._drafted.items()):
+            attachment = drafters[number - 1].attachment
+            if attachment is None or attachment.transport.resident is not step.memory:
+                del self._drafted[number]
+                self._captures.pop(step, None)
