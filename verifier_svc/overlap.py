@@ -177,7 +177,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
         """Wait while a step runs that takes long enough; who comes after the next launch waits for one step more."""
         step = self._step
         if step.num_in_flight == 1 and step.is_bound and not self._lookups.are_due:
-            num_seats = sum(seat is not None for seat in step.seats)
+            num_seats = sum(seat is not None for seat in step.seating.seats)
             # The running step began when the one before was done.
             until = self._done_at + self._launch_time.wait_s(self._step_s(self._launched_shape, num_seats))
             with self._lifecycle.counters.phase("let_come"):
