@@ -114,7 +114,7 @@ docs: $(DEV) ## Write docs/settings.md, docs/sglang.md and the pictures of docs/
 	@$(BIN)/python docs/site/site_pictures.py
 
 site: $(CORE) $(SITE)/.installed ## Build the site into build/site; a link that leads nowhere fails.
-	@PYTHONPATH=$(SITE):docs/site $(BIN)/python -m mkdocs build --clean
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(SITE):docs/site $(BIN)/python -m mkdocs build --clean
 	@echo "build/site/index.html"
 
 proto: $(GENERATOR) ## Generate the stubs of protos/*.proto.
