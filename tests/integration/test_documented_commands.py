@@ -11,7 +11,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +40,7 @@ OPERATOR_KEY = "(umask 077; openssl rand -hex 32 > operator.key)"
 # A load that shows that the command works.
 SHORT = {"foretoken bench": "--num-prompts 2 --input-len 8 --output-len 4 --num-rounds 1 --warmup-requests 1"}
 SERVE = re.compile(r"(foretoken serve|python -m foretoken\.launch_server)\b")
-SERVICE = re.compile(r"foretoken (drafter|verifier|gateway)\b")
+SERVICE = re.compile(r"foretoken (drafter|verifier)\b")
 # Of `foretoken doctor`: 1 says that something of this machine is at fault.
 STATUSES = {"foretoken doctor": (0, 1)}
 PARTS = [
@@ -112,16 +111,17 @@ class Reader:
         return subprocess.run(words, cwd=self.folder, env=self._environment, capture_output=True, text=True)
 
     def _start(self, line: str) -> None:
-        """Start a service, and wait until it listens."""
+        """Start a drafter or a verifier, and wait until it serves."""
         words = shlex.split(line, comments=True)
-        socket = Path(words[words.index("--address") + 1].removeprefix("unix:"))
+        name = words[1]
+        service_name = f"foretoken.{name}.v1.{name.title()}Service"
+        probe = f"foretoken probe {words[words.index('--address') + 1]} --service {service_name}"
         log = self.folder / "log"
         with log.open("w") as errors:
             service = subprocess.Popen(words, cwd=self.folder, env=self._environment, stderr=errors)
         self.services.append(service)
-        while not socket.exists():
+        while self._run(probe).returncode != 0:
             assert service.poll() is None, log.read_text()
-            time.sleep(0.05)
 
     @property
     def _environment(self) -> dict[str, str]:
