@@ -19,10 +19,9 @@ from mkdocs.structure import StructureItem
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
-from site_links import IMAGES, PAGES, ROOT, linked, repository_path, site_uri, suited
+from site_links import IMAGES, PAGES, ROOT, SOURCE, linked, repository_path, site_uri, suited
 
 REST = "rest-api.md"
-
 HIGHLIGHTED = {".json": "json", ".proto": "protobuf", ".py": "python", ".toml": "toml", ".yaml": "yaml"}
 
 
@@ -58,6 +57,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Lead links to the site's pages, and say what blocks need."""
     here = page.file.src_uri
     path = repository_path(here)
+    if here.startswith(SOURCE):
+        # Files of the repository are not what a search is for.
+        page.meta["search"] = {"exclude": True}
     if not (ROOT / path).exists():
         return markdown
     # The first page is alone in its section; wide tables want the room of an empty table of contents.
