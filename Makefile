@@ -33,6 +33,10 @@ KUBERNETES := $(VENV)/.kubernetes
 # What drives a browser, which Debian's package chromium or Playwright brings, and what checks accessibility in it.
 PAGE := $(VENV)/.page
 AXE := $(VENV)/axe/node_modules/axe-core/axe.min.js
+# What builds the site: MkDocs and its plugins, apart from the packages of tests and services.
+SITE := $(VENV)/.site
+# What checks the files of a release.
+TWINE := $(VENV)/.twine-7.0.0
 # What writes the locks.
 UV := $(VENV)/.uv-0.13.9
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
@@ -42,7 +46,7 @@ PROTOC := python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_pyth
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-all test-clients test-compose test-kubernetes test-lowest test-page test-ray test-ray-short bench bench-drafters bench-load bench-routing bench-gpu-check bench-serving-check chaos lint format docs proto locks setup clean
+.PHONY: help serve test test-all test-clients test-compose test-kubernetes test-lowest test-page test-ray test-ray-short bench bench-drafters bench-load bench-routing bench-gpu-check bench-serving-check chaos lint format docs site dist proto locks setup clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -104,9 +108,14 @@ format: $(DEV) ## Rewrite the code in the project's style.
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-docs: $(DEV) ## Write docs/settings.md and docs/sglang.md from the settings classes and the table of SGLang's flags.
+docs: $(DEV) ## Write docs/settings.md, docs/sglang.md and the pictures of docs/steps.md.
 	@$(BIN)/python -m foretoken.commands.settings_table > docs/settings.md
 	@$(BIN)/python -m foretoken.commands.sglang_page > docs/sglang.md
+	@$(BIN)/python docs/site/site_pictures.py
+
+site: $(CORE) $(SITE)/.installed ## Build the site into build/site; a link that leads nowhere fails.
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(SITE):docs/site $(BIN)/python -m mkdocs build --clean
+	@echo "build/site/index.html"
 
 proto: $(GENERATOR) ## Generate the stubs of protos/*.proto.
 	@PYTHONPATH=$(GENERATOR) $(BIN)/$(PROTOC) protos/*.proto
@@ -125,6 +134,13 @@ test-clients: $(DEV) ## Install other projects' clients, unmodified, and run the
 	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m pytest --clients -rs tests/clients $(ARGS)
 locks: $(BIN)/python $(UV) ## Write docker/locks/ from pyproject.toml and constraints.txt.
 	@$(BIN)/python docker/lock.py $(UV)/bin/uv
+
+dist: $(DEV) $(TWINE) ## Build sdist and wheel into dist/, check them, try both in empty environments.
+	@rm -rf dist
+	@$(BIN)/python docker/set_version.py --check
+	@$(BIN)/python -m hatchling build -d dist
+	@PYTHONPATH=$(TWINE) $(BIN)/python -m twine check --strict dist/*
+	@tests/installed/fresh.sh $(BIN)/python dist/*.tar.gz dist/*.whl
 
 test-lowest: $(DEV) ## Try the wheel with the lowest versions that pyproject.toml admits.
 	@tests/installed/lowest.sh $(BIN)/python
@@ -207,6 +223,17 @@ $(PAGE): $(DEV)
 $(GENERATOR): | $(BIN)/python
 	@echo "Installing the generator of the stubs"
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $@ grpcio-tools==$(GRPCIO_TOOLS)
+
+$(SITE)/.installed: docs/site/requirements.txt | $(BIN)/python
+	@echo "Installing what builds the site"
+	@rm -rf $(SITE)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --target $(SITE) \
+	  --requirement docs/site/requirements.txt
+	@touch $@
+
+$(TWINE): | $(BIN)/python
+	@echo "Installing twine"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@ $(patsubst .twine-%,twine==%,$(notdir $@))
 
 $(UV): | $(BIN)/python
 	@echo "Installing uv"

@@ -1,7 +1,8 @@
 """Write docker/locks/*.txt: every package of an installation at one version, with the hashes of all its files.
 
-The first argument is uv's executable; `make locks` installs it. The locks hold for every Python and
-platform that the project supports, and name no index. Run it at the repository's root.
+docs/site/requirements.txt, what builds the site, is such a file too. The first argument is uv's
+executable; `make locks` installs it. The locks hold for every Python and platform that the project
+supports, and name no index. Run it at the repository's root.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 from requirements import requirements
 
 FOLDER = Path("docker/locks")
+SITE = Path("docs/site/requirements.txt")
 NO_TORCH = {"torch", "numba", "llvmlite", "llguidance"}
 HEADER = "# Written by `make locks` from pyproject.toml and constraints.txt.\n"
 # PyTorch's CPU builds are in its own index only, under versions and hashes of their own, and some machines have
@@ -39,8 +42,8 @@ def compile_lock(uv: str, *source: str, text: str | None = None) -> list[str]:
     return without(blocks, PYPY)
 
 
-def write(name: str, blocks: list[str]) -> None:
-    (FOLDER / f"{name}.txt").write_text(HEADER + "\n".join(blocks) + "\n")
+def write(file: Path, blocks: list[str]) -> None:
+    file.write_text(HEADER + "\n".join(blocks) + "\n")
 
 
 def without(blocks: list[str], *patterns: re.Pattern[str]) -> list[str]:
@@ -51,11 +54,15 @@ def main(uv: str) -> None:
     """Write all locks."""
     pyproject = Path("pyproject.toml")
     FOLDER.mkdir(exist_ok=True)
-    write("gateway", compile_lock(uv, "-", text="\n".join(requirements(pyproject, NO_TORCH))))
-    write("engine", without(compile_lock(uv, "--extra", "kv-events", str(pyproject)), TORCH, TRITON))
-    write("gpu", compile_lock(uv, "--extra", "gpu", "--extra", "kv-events", "--extra", "otlp", str(pyproject)))
+    write(FOLDER / "gateway.txt", compile_lock(uv, "-", text="\n".join(requirements(pyproject, NO_TORCH))))
+    write(FOLDER / "engine.txt", without(compile_lock(uv, "--extra", "kv-events", str(pyproject)), TORCH, TRITON))
+    gpu = ("--extra", "gpu", "--extra", "kv-events", "--extra", "otlp")
+    write(FOLDER / "gpu.txt", compile_lock(uv, *gpu, str(pyproject)))
     # The tests interpret Triton kernels without a GPU.
-    write("dev", without(compile_lock(uv, "--extra", "dev", str(pyproject), "-", text="editables\n"), TORCH))
+    dev = compile_lock(uv, "--extra", "dev", str(pyproject), "-", text="editables\n")
+    write(FOLDER / "dev.txt", without(dev, TORCH))
+    site: list[str] = tomllib.loads(pyproject.read_text())["dependency-groups"]["site"]
+    write(SITE, compile_lock(uv, "-", text="\n".join(site)))
 
 
 if __name__ == "__main__":

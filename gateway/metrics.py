@@ -1,6 +1,6 @@
 """Count requests, and render the gateway's and the verifiers' metrics for a scrape.
 
-Names are vLLM's with the prefix ``foretoken_``; docs/telemetry.md lists labels and formulas.
+Names are vLLM's with the prefix ``foretoken_``; docs/metrics.md lists labels and formulas.
 """
 
 from __future__ import annotations

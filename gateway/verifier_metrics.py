@@ -109,7 +109,7 @@ class VerifierMetrics:
             metric = f"drafter_{name}"
             if metric not in self._registry.names and self._num_gauges < MAX_DRAFTER_GAUGES:
                 self._num_gauges += 1
-                self._registry.observed_gauge(metric, "The drafter reports it: docs/telemetry.md.", self._gauge(name))
+                self._registry.observed_gauge(metric, "The drafter reports it: docs/metrics.md.", self._gauge(name))
 
     def _gauge(self, name: str) -> Callable[[], Samples]:
         return lambda: [(d.gauges[name], labels) for d, labels in self._drafters() if name in d.gauges]

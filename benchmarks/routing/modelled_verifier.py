@@ -17,7 +17,7 @@ from benchmarks.routing.trace import Request
 
 @dataclass(frozen=True)
 class Costs:
-    """What a verifier can do. By default an 8B model on one H200, in numbers of ``docs/gpu-times.md``.
+    """What a verifier can do. By default an 8B model on one H200, in numbers of ``docs/gpu-steps.md``.
 
     Attributes:
         step_s: seconds of a step, besides what its rows and prompt tokens add.

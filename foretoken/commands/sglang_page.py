@@ -17,7 +17,7 @@ _HEAD = """# SGLang's command lines
 A command line of SGLang starts foretoken as typed, with `foretoken serve` or `python -m foretoken.launch_server` in the
 place of `python3 -m sglang.launch_server`:
 
-```
+```bash
 python -m foretoken.launch_server --model M --speculative-algo EAGLE --speculative-draft D --speculative-num-steps 5 \\
   --speculative-eagle-topk 8 --speculative-num-draft-tokens 64 --mem-fraction 0.7 --port=30020
 ```

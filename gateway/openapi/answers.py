@@ -68,7 +68,7 @@ class Usage(Answer):
 
 
 class SpeculativeDecoding(Answer):
-    """How one output was drafted; docs/telemetry.md has the formulas."""
+    """How one output was drafted; docs/figures.md has the formulas."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float

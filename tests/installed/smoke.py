@@ -22,7 +22,7 @@ EXTRAS = {"triton", "cuda", "flashinfer", "ray", "zmq", "msgspec"}
 COMMANDS = {
     "": (
         *("serve", "gateway", "verifier", "drafter", "doctor", "train", "convert", "probe", "complete"),
-        *("corpus", "drafters"),
+        *("bench", "corpus", "drafters", "key"),
     ),
     "corpus": ("add", "list", "remove"),
     "drafters": ("list", "attach", "detach"),

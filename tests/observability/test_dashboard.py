@@ -128,7 +128,7 @@ def test_no_alert_fires_while_all_is_well(stack: Stack, prometheus: str) -> None
 
 def test_panels_of_a_gpu_query_metrics_that_are_declared(stack: Stack) -> None:
     """Their series are missing on a CPU, so at least their names are held against the docs."""
-    docs = (ROOT / "docs" / "telemetry.md").read_text()
+    docs = (ROOT / "docs" / "metrics.md").read_text()
     names = {family.name for family in parse(httpx.get(f"{stack.url}/metrics", trust_env=False, timeout=None).text)}
     assert "foretoken_engine_steps" in {name.removesuffix("_total") for name in names}
     assert "drafter_chosen_NAME" in docs and "overlap_blocked_steps_total" in docs

@@ -77,5 +77,5 @@ def test_trees_that_do_not_come() -> None:
 
 
 def test_every_reason_has_a_line_in_the_docs() -> None:
-    text = (Path(__file__).parents[3] / "docs/telemetry.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/metrics.md").read_text()
     assert [reason for reason in FallbackReason if f"`{reason.value}`" not in text] == []
