@@ -17,7 +17,7 @@ from foretoken.bench import report
 from foretoken.bench.client import Address
 from foretoken.bench.load import default_clients, running_clients
 from foretoken.bench.prompts import CountTokens, Lengths, Prompt, random_prompts, read_prompts, repeated
-from foretoken.bench.settings import BenchSettings
+from foretoken.bench.settings import BenchSettings, LoadSettings
 from foretoken.bench.sweep import Point, Prompts, Row, Sweep
 from foretoken.bench.target import (
     DEFAULT_OUTPUT_LEN,
@@ -57,7 +57,7 @@ def run(settings: BenchSettings, say: Say) -> Outcome:
     """
     targets = [_checked(target, say) for target in _targets(settings)]
     points = points_of(settings)
-    prompts = _prompts(settings, targets[0])
+    prompts = prompts_of(settings, targets[0])
     most = max(point.num_clients() for point in points)
     names = [target.name for target in targets]
     facts = _facts(settings, targets)
@@ -107,10 +107,10 @@ def _targets(settings: BenchSettings) -> list[Target]:
         salted=settings.salt_requests,
         extra=settings.extra_request_body,
     )
-    first = _address(settings.url, settings.api_key, "--url")
+    first = address_of(settings.url, settings.api_key, "--url")
     found = [("first", first, settings.model, options)]
     if settings.compare_url is not None:
-        second = _address(settings.compare_url, settings.compare_api_key or settings.api_key, "--compare-url")
+        second = address_of(settings.compare_url, settings.compare_api_key or settings.api_key, "--compare-url")
         # What the first request of a pair left in the cache would serve the second one.
         is_same = str(first) == str(second)
         options = replace(options, salted=options.salted or is_same)
@@ -120,7 +120,7 @@ def _targets(settings: BenchSettings) -> list[Target]:
     return [Target(name, address, model or served_model(address), opts) for name, address, model, opts in found]
 
 
-def _address(url: str, key: SecretStr | None, flag: str) -> Address:
+def address_of(url: str, key: SecretStr | None, flag: str) -> Address:
     """Return a server's address; ``url`` may lack a scheme or end in /v1. Of several keys the first counts."""
     url = url.rstrip("/").removesuffix("/v1")
     keys = key.get_secret_value().split() if key is not None else []
@@ -138,7 +138,7 @@ def _checked(target: Target, say: Say) -> Target:
     return target
 
 
-def _prompts(settings: BenchSettings, target: Target) -> Prompts:
+def prompts_of(settings: LoadSettings, target: Target) -> Prompts:
     """Return what makes prompts from a seed; ``target`` shows how long words are."""
     count = _token_counter(settings.tokenizer) if settings.tokenizer is not None else None
     if settings.dataset_path is not None:

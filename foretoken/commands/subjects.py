@@ -56,7 +56,10 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         *("--prefix-len", "--num-prefixes", "--tokenizer", "--seed"),
         *("--temperature", "--disable-ignore-eos", "--salt-requests", "--extra-request-body"),
     ),
-    "Results": ("--goodput", "--output-file", "--picture", "--allow-failures"),
+    "What is tried, and for how long": (
+        *("--shapes", "--try-drafters", "--weights", "--budget", "--requests-per-round"),
+    ),
+    "Results": ("--write-config", "--goodput", "--output-file", "--picture", "--allow-failures"),
     "Logs and metrics": (
         *("--log-level", "--otlp-traces-endpoint", "--vllm-metric-names", "--speculative-metrics"),
         *("--kv-events", "--kv-events-replay", "--kv-events-topic"),
