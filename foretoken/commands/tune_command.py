@@ -35,6 +35,7 @@ def tune(given: Given) -> None:
     from foretoken.commands import config_file, tuning
     from foretoken.commands.service_settings import TuneOptions
     from foretoken.tune import run, server
+    from foretoken.tune.tuner import plan_of
 
     options = given.settings(TuneOptions)
     tuning.check_options(given, options)
@@ -43,8 +44,8 @@ def tune(given: Given) -> None:
     if options.url is None:
         trial, more = tuning.trial_of(given, options)
         notices += more
-        # A drafter that is not there is refused before a server is started.
-        run.candidates_of(options, trial.drafters)
+        # A drafter that is not there, or too small a budget, is refused before a server is started.
+        plan_of(options, run.candidates_of(options, trial.drafters))
     for line in notices:
         say(line)
     with _server(given, options, trial) as address:

@@ -130,14 +130,15 @@ def _shape_values(names: Sequence[str], numbers: Sequence[int]) -> dict[str, Val
 def check_options(given: Given, options: TuneOptions) -> None:
     """Raise ConfigError for options that do not go together, and for files that cannot be written.
 
-    Flags of ``serve`` have an effect on a server that is started only.
+    Flags of ``serve`` have an effect on a server that is started only; what the environment says is for other servers.
     """
     if (options.model is None) == (options.url is None):
         raise ConfigError("give either MODEL, to start a server for it, or --url of a running server")
     if options.write_config.suffix not in YAML_SUFFIXES:
         raise ConfigError(f"--write-config: expected a name that ends in .yaml, got {options.write_config}")
     check_files(options)
-    others = given.values.keys() - TuneOptions.model_fields.keys() - {"api_keys"}
+    in_environment = {setting.path[0] for setting in settings_of_command("serve") if setting.shown.env}
+    others = given.values.keys() - TuneOptions.model_fields.keys() - in_environment
     if options.url is not None and others:
         raise ConfigError(f"{', '.join(map(_flag, sorted(others)))}: no effect with --url, whose server runs already")
 

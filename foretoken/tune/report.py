@@ -79,8 +79,13 @@ def draw(findings: Findings, choice: Choice) -> str:
     """Return a picture: tok/s by requests at once of the choice, the best, ``auto`` and plain decode."""
     rates = medians(findings)
     lines: dict[str, list[Mark]] = {}
-    for name, candidate in (("plain", PLAIN), ("auto", AUTO), ("chosen", choice.candidate)):
-        marks = [Mark(batch, measured[candidate], "") for batch, measured in rates.items() if candidate in measured]
+    for name, candidate, limit in (
+        ("plain", PLAIN, 0),
+        ("auto", AUTO, 0),
+        ("chosen", choice.candidate, choice.max_batch_size),
+    ):
+        taken = {batch: PLAIN if 0 < limit < batch else candidate for batch in rates}
+        marks = [Mark(batch, rates[batch][each], "") for batch, each in taken.items() if each in rates[batch]]
         if marks:
             lines[name] = marks
     lines["best of each"] = [

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from foretoken.bench.client import Address, get
 from foretoken.bench.completion import StreamError
@@ -20,6 +21,8 @@ from foretoken.supervisor import CONFIG_ERROR_STATUS
 
 HOST = "127.0.0.1"
 POLL_S = 0.2
+# For drafters that are not attached when the server is ready; it waits for them by itself for half a minute.
+ATTACH_S = 300.0
 # A stack that is told to stop ends within 30 s.
 STOP_S = 40.0
 
@@ -47,10 +50,15 @@ def running_server(words: Sequence[str]) -> Iterator[Address]:
     )
     address = Address(HOST, port)
     try:
-        while not _is_ready(address):
+        ready_at: float | None = None
+        while (ready := _readiness(address)) != "attached":
             if (status := child.poll()) is not None:
                 kind = ConfigError if status == CONFIG_ERROR_STATUS else ForetokenError
                 raise kind("foretoken serve ended before it was ready; it has said why")
+            ready_at = ready_at or (time.monotonic() if ready == "ready" else None)
+            if ready_at is not None and time.monotonic() - ready_at > ATTACH_S:
+                # Whoever asks for the drafters says which one is missing, and why.
+                break
             time.sleep(POLL_S)
         yield address
     finally:
@@ -81,12 +89,16 @@ def attached_drafters(address: Address) -> dict[str, str]:
     return found
 
 
-def _is_ready(address: Address) -> bool:
-    """Return whether the server takes requests. It has waited for its drafters then, as long as it does."""
+def _readiness(address: Address) -> Literal["starting", "ready", "attached"]:
+    """Return whether the server takes requests, and whether all its drafters are attached."""
     try:
-        return get(address, "/ready")[0] == 200
+        status, body = get(address, "/ready")
     except StreamError:
-        return False
+        return "starting"
+    if status != 200:
+        return "starting"
+    states = {drafter["state"] for verifier in json.loads(body)["verifiers"] for drafter in verifier["drafters"]}
+    return "attached" if states <= {"attached"} else "ready"
 
 
 def _free_ports() -> tuple[int, int]:

@@ -62,7 +62,7 @@ class Tuner:
     ) -> None:
         self._settings, self._candidates = settings, candidates
         self._target, self._prompts, self._clients, self._say = target, prompts, clients, say
-        self._rungs = self._plan()
+        self._rungs = plan_of(settings, candidates)
         self._said_at = time.monotonic()
         self.findings = Findings()
 
@@ -85,18 +85,6 @@ class Tuner:
             self.findings.rates = whole or rates
         self.findings.seconds = time.monotonic() - began
         return self.findings
-
-    def _plan(self) -> tuple[Rung, ...]:
-        """Return the rungs of one number of requests at once."""
-        count, rounds = len(self._candidates), self._settings.num_rounds
-        kept = sum(candidate in BASELINES for candidate in self._candidates)
-        if self._settings.budget == 1 or count == kept:
-            return (Rung(count, rounds),)
-        share = 1 - COMMON_SHARE if len(self._settings.batches) > 1 else 1.0
-        try:
-            return plan_rungs(count - kept, kept, int(share * self._settings.budget * count * rounds))
-        except ValueError as error:
-            raise ConfigError(f"--budget: {error}: raise it or --num-rounds, or try fewer --shapes") from None
 
     def _halve(self, batch: int) -> Halving[Candidate]:
         settings = self._settings
@@ -151,6 +139,19 @@ class Tuner:
         if now - self._said_at > PROGRESS_S:
             self._said_at = now
             self._say(f"{self.findings.num_rounds + 1} rounds done; {candidate.name}: {rate:.0f} tok/s")
+
+
+def plan_of(settings: TuneSettings, candidates: Sequence[Candidate]) -> tuple[Rung, ...]:
+    """Return the rungs of one number of requests at once. Raises ConfigError if there are too few rounds."""
+    count, rounds = len(candidates), settings.num_rounds
+    kept = sum(candidate in BASELINES for candidate in candidates)
+    if settings.budget == 1 or count == kept:
+        return (Rung(count, rounds),)
+    share = 1 - COMMON_SHARE if len(settings.batches) > 1 else 1.0
+    try:
+        return plan_rungs(count - kept, kept, int(share * settings.budget * count * rounds))
+    except ValueError as error:
+        raise ConfigError(f"--budget: {error}: raise it or --num-rounds, or try fewer --shapes") from None
 
 
 def _rungs_text(rungs: Sequence[Rung]) -> str:
