@@ -1,4 +1,4 @@
-"""Choose one setting for all numbers of requests at once, from what was measured at each."""
+"""Choose one candidate for all numbers of requests at once, from what was measured at each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from foretoken.tune.candidates import BASELINES, PLAIN, Candidate
 
-# A setting that is simpler, or follows the load by itself, is taken where it reaches this share of the best one.
+# A candidate that is simpler, or follows the load by itself, is taken where it reaches this share of the best one.
 NEARLY = 0.99
 
 # Tokens a second of each candidate, by requests at once.
@@ -47,7 +47,7 @@ def best_of(rates: Mapping[Candidate, float]) -> Candidate:
 
 
 def choose(rates: Rates, weights: Mapping[int, float]) -> Choice:
-    """Return the setting with the best score; of nearly equal ones the simplest."""
+    """Return the candidate with the best score; of nearly equal ones the simplest."""
     found = [choice for choice in _choices(rates, weights) if choice.score > 0]
     most = max(choice.score for choice in found)
     nearly = [choice for choice in found if choice.score >= NEARLY * most]

@@ -29,7 +29,7 @@ def to_table(findings: Findings, weights: Mapping[int, float]) -> str:
     candidates = list(dict.fromkeys(candidate for measured in rates.values() for candidate in measured))
     titles = [f"{batch} at once, tok/s" for batch in rates]
     lines = [
-        f"| setting | {' | '.join(titles)} | of the best |",
+        f"| candidate | {' | '.join(titles)} | of the best |",
         f"| --- |{' ---: |' * (len(titles) + 1)}",
     ]
     for candidate in candidates:
@@ -40,7 +40,7 @@ def to_table(findings: Findings, weights: Mapping[int, float]) -> str:
 
 
 def to_lines(findings: Findings, choice: Choice) -> list[str]:
-    """Return sentences: the best setting for each number of requests at once, and the one for all."""
+    """Return sentences: the best candidate for each number of requests at once, and the one for all."""
     lines = []
     for batch, rates in medians(findings).items():
         best = best_of(rates)
@@ -63,7 +63,7 @@ def to_content(findings: Findings, choice: Choice, facts: dict[str, Any]) -> dic
         "seconds": round(findings.seconds, 1),
         "num_rounds": findings.num_rounds,
         "choice": {
-            "setting": choice.candidate.name,
+            "candidate": choice.candidate.name,
             "max_batch_size": choice.max_batch_size,
             "score": choice.score,
         },
@@ -107,5 +107,5 @@ def _why(choice: Choice) -> str:
     if choice.candidate == PLAIN:
         return "Plain decode is best: no drafts are worth their cost here."
     if choice.candidate == AUTO:
-        return "No fixed setting is 1% faster than what the server chooses by itself."
+        return "No fixed candidate is 1% faster than what the server chooses by itself."
     return "It is more than 1% faster than plain decode and than what the server chooses by itself."

@@ -105,13 +105,13 @@ class Tuner:
             lambda candidate: meter.rate(candidate, len(rates.get(candidate, ()))),
             rates,
         )
-        self._say(f"{batch} at once: {len(self._candidates)} settings, {_rungs_text(self._rungs)} rounds of each")
+        self._say(f"{batch} at once: {len(self._candidates)} candidates, {_rungs_text(self._rungs)} rounds of each")
         for candidate in self._candidates:
             meter.warm_up(candidate)
         for number, rung in enumerate(halving.run(self._rungs), start=1):
             best = halving.best
             self._say(
-                f"{batch} at once, rung {number} of {len(self._rungs)}: {rung.num_candidates} settings measured, "
+                f"{batch} at once, rung {number} of {len(self._rungs)}: {rung.num_candidates} candidates measured, "
                 f"{best.name} is best with {halving.rate(best):.0f} tok/s"
             )
         return halving

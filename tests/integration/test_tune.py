@@ -53,9 +53,9 @@ def test_a_tuned_server_starts_with_the_file_and_answers(tmp_path: Path) -> None
     # The better half is measured for longer.
     assert len({len(rounds) for rounds in found["tokens_per_s"]["1"].values()}) > 1
     assert found["num_rounds"] <= 0.5 * 5 * len(tried) * 2
-    assert found["choice"]["setting"] in tried
-    assert "| setting | 1 at once, tok/s | 2 at once, tok/s | of the best |" in result.stdout
-    assert f"for all: {found['choice']['setting']}" in result.stdout and picture.read_text().startswith("<svg")
+    assert found["choice"]["candidate"] in tried
+    assert "| candidate | 1 at once, tok/s | 2 at once, tok/s | of the best |" in result.stdout
+    assert f"for all: {found['choice']['candidate']}" in result.stdout and picture.read_text().startswith("<svg")
     assert "threads: '1'" in config.read_text()
     # Serve with it. Its name and the ports are this test's.
     with running(None, tmp_path / "log", "--config", str(config), "--served-model-name", "tuned") as stack:

@@ -1,4 +1,4 @@
-"""What is tried, and which setting is chosen for all loads."""
+"""What is tried, and which candidate is chosen for all loads."""
 
 from __future__ import annotations
 

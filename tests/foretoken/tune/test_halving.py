@@ -107,7 +107,7 @@ def test_drift_drops_nobody() -> None:
 
 
 def share_found(find: Callable[[int], float]) -> float:
-    """Return in how many of 200 tries the setting found is within 3% of the best."""
+    """Return in how many of 200 tries the candidate found is within 3% of the best."""
     return sum(find(seed) >= 0.97 for seed in range(200)) / 200
 
 

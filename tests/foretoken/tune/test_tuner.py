@@ -24,7 +24,7 @@ TRIED = candidates(
 
 
 def speed(candidate: Candidate, batch: int) -> float:
-    """Return a speed with another best setting at each load."""
+    """Return a speed with another best candidate at each load."""
     if candidate == PLAIN:
         return 100.0 * batch
     if candidate == AUTO:
@@ -133,7 +133,7 @@ def test_the_report_names_the_best_and_why_one_is_chosen(made: type[Made]) -> No
 
 
 def test_it_says_so_when_plain_decode_or_auto_is_best() -> None:
-    for best, words in ((PLAIN, "Plain decode is best"), (AUTO, "No fixed setting is 1% faster")):
+    for best, words in ((PLAIN, "Plain decode is best"), (AUTO, "No fixed candidate is 1% faster")):
         findings = Findings({1: {PLAIN: [100.0], AUTO: [90.0], TRIED[2]: [80.0]}})
         findings.rates[1][best] = [100.0]
         if best == AUTO:
