@@ -59,16 +59,16 @@ def trial_of(given: Given, options: TuneOptions) -> tuple[Trial, tuple[str, ...]
     """
     fields = VerifierSettings.model_fields
     least = Shape(1, *(int(fields[name].default) for name in _SHAPE[1:]))
-    bounds = bounds_of(options.draft_shapes, least)
     kinds = (DrafterSettings, VerifierSettings, ServeOptions)
     wanted = {name for kind in kinds for name in kind.model_fields} - _OF_NETWORK - _FOUND | _OF_REQUESTS
     values: dict[str, Any] = {name: value for name, value in given.values.items() if name in wanted}
+    stack = verifier_stack(Given(values), Path("/none"), "unix:/none")
+    has_model = any(spec.row.runs_model for spec, _ in stack.drafters)
+    bounds = bounds_of(options.draft_shapes if has_model else (), least)
     values |= dict(zip(_SHAPE[1:], bounds[1:], strict=True))
-    trial = Given(values)
-    stack = verifier_stack(trial, Path("/none"), "unix:/none")
     ignored = [_flag(name) for name in sorted(_FOUND & given.values.keys())]
     notices = (f"{', '.join(ignored)}: tuning finds it, so what is given has no effect",) if ignored else ()
-    words = trial.words((GatewaySettings, *kinds))
+    words = Given(values).words((GatewaySettings, *kinds))
     return Trial(words, [spec for spec, _ in stack.drafters], bounds), (*stack.notices, *notices)
 
 

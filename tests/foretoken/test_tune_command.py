@@ -84,6 +84,8 @@ def test_a_look_up_drafter_keeps_its_options(tmp_path: Path) -> None:
     stack = started(tmp_path / "t.yaml", Choice(LOOKUP, 0, 1.0), *words)
     assert [(spec.name, spec.placement) for spec, _ in stack.drafters] == [("ngram", "in-process")]
     assert stack.drafters[0][1].ngram.capacity == 4096
+    # No shape is tried without a model, so the bounds are the usual ones.
+    assert TreeFlags.of(stack.verifier) == TreeFlags(0, 4, 8)
 
 
 def test_drafters_that_draft_together_are_both_there(tmp_path: Path) -> None:
