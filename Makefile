@@ -46,7 +46,7 @@ PROTOC := python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_pyth
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-all test-clients test-compose test-kubernetes test-lowest test-page test-ray test-ray-short bench bench-drafters bench-load bench-routing bench-gpu-check bench-serving-check chaos lint format docs site dist proto locks setup clean
+.PHONY: help serve test test-all test-clients test-compose test-kubernetes test-lowest test-page test-ray test-ray-short bench bench-drafters bench-load bench-tune bench-routing bench-gpu-check bench-serving-check chaos lint format docs site dist proto locks setup clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -74,6 +74,9 @@ bench-drafters: $(DEV) ## Measure what each drafter of the demo model accepts.
 
 bench-load: $(DEV) ## Hold auto against plain decode and fixed shapes, with 1 to 32 streams on a CPU.
 	@$(BIN)/python -m benchmarks.served_load $(ARGS)
+
+bench-tune: $(DEV) ## Hold foretoken tune against the full grid, on a CPU; fails below a bar.
+	@$(BIN)/python -m benchmarks.tune $(ARGS)
 
 bench-routing: $(DEV) ## Simulate routing over 8 verifiers; fails below a bar.
 	@$(BIN)/python -m benchmarks.routing.simulator --check $(ARGS)

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from foretoken.commands import bench_command, client_commands, corpus_commands, drafter_commands, key_command, offline
+from foretoken.commands import (
+    bench_command,
+    client_commands,
+    corpus_commands,
+    drafter_commands,
+    key_command,
+    offline,
+    tune_command,
+)
 from foretoken.commands.client_commands import program, say
 from foretoken.commands.given import Given
 from foretoken.commands.serve_command import ServeCommand
@@ -220,6 +228,7 @@ for command in (
     *offline.COMMANDS,
     *client_commands.COMMANDS,
     bench_command.bench,
+    tune_command.tune,
     key_command.key,
     corpus_commands.app,
     drafter_commands.app,

@@ -76,6 +76,8 @@ MAX_EBNF_BYTES = 16 * 1024
 MAX_N = 16
 MAX_PROMPTS_PER_REQUEST = 64
 MAX_DRAFT_TOKENS = Range(0, 255)
+# Of a request's draft trees, named as in DraftShape; the verifier's flags bound them further.
+SHAPE_RANGES = {"num_steps": Range(1, 64), "topk": Range(1, 64), "num_draft_tokens": Range(2, 256)}
 MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 256
 MAX_DRAFTER_NAME_CHARS = 64
@@ -275,6 +277,9 @@ def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:
     """Raise InvalidRequestError for an invalid draft width or an unknown drafter."""
     if options.max_draft_tokens is not None:
         check_number("speculative.max_draft_tokens", options.max_draft_tokens, MAX_DRAFT_TOKENS)
+    if options.shape is not None:
+        for name, allowed in SHAPE_RANGES.items():
+            check_number(f"speculative.shape.{name}", getattr(options.shape, name), allowed)
     check_text("speculative.drafter", options.drafter, MAX_DRAFTER_NAME_CHARS)
     joined = [name for name in DRAFTER_CHOICES if name in named_drafters(options)]
     if joined:

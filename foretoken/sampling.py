@@ -85,15 +85,31 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftShape:
+    """The exact shape of a request's draft trees.
+
+    Attributes:
+        num_steps: levels of a draft model's trees.
+        topk: most children of one node in a draft model's trees.
+        num_draft_tokens: nodes with the root; for a drafter without a model, at most.
+    """
+
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculationOptions:
     """One request's options of speculation, which never change the text.
 
-    ``max_draft_tokens`` excludes the root.
+    ``max_draft_tokens`` excludes the root. ``shape`` None: the verifier chooses.
     """
 
     enabled: bool = True
     drafter: str = "auto"
     max_draft_tokens: int | None = None
+    shape: DraftShape | None = None
 
 
 def is_greedy(params: SamplingParams) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from foretoken import limits
 from foretoken.results import DrafterStats, FinishReason, SpeculationStats, TokenLogprobs
-from foretoken.sampling import Grammar, SamplingParams, SpeculationOptions
+from foretoken.sampling import DraftShape, Grammar, SamplingParams, SpeculationOptions
 from protos import common_pb2
 
 _OPTIONAL_SAMPLING = (
@@ -38,6 +38,7 @@ def values_of(source: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}
 
 
+_SHAPE = field_names(DraftShape)
 # Numbers and texts that the message has under the same name.
 _STATS_FIELDS = field_names(SpeculationStats, without=("acceptance_histogram", "drafters", "fallback_reasons"))
 
@@ -100,12 +101,17 @@ def speculation_from_proto(message: common_pb2.SpeculationOptions) -> Speculatio
         enabled=message.enabled if message.HasField("enabled") else True,
         drafter=message.drafter if message.HasField("drafter") else "auto",
         max_draft_tokens=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
+        shape=DraftShape(**values_of(message.shape, _SHAPE)) if message.HasField("shape") else None,
     )
 
 
 def speculation_to_proto(options: SpeculationOptions) -> common_pb2.SpeculationOptions:
+    shape = options.shape
     return common_pb2.SpeculationOptions(
-        enabled=options.enabled, drafter=options.drafter, max_draft_tokens=options.max_draft_tokens
+        enabled=options.enabled,
+        drafter=options.drafter,
+        max_draft_tokens=options.max_draft_tokens,
+        shape=common_pb2.DraftShape(**values_of(shape, _SHAPE)) if shape is not None else None,
     )
 
 

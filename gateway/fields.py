@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from foretoken import limits
 from foretoken.errors import InvalidRequestError
-from foretoken.sampling import SpeculationOptions
+from foretoken.sampling import DraftShape, SpeculationOptions
 from gateway.ignored_fields import ignored_fields
 from gateway.json_depth import is_too_deep
 
@@ -43,6 +43,14 @@ class ClosedFields(Fields):
 FieldsT = TypeVar("FieldsT", bound=Fields)
 
 
+class ShapeFields(ClosedFields):
+    """The exact shape of draft trees, within the bounds that the server's flags of these names set."""
+
+    num_steps: int = Field(description="Levels of a draft model's trees.")
+    topk: int = Field(description="Most children of one node in a draft model's trees.")
+    num_draft_tokens: int = Field(description="Nodes of a tree with its root; for a drafter without a model, at most.")
+
+
 class SpeculativeFields(ClosedFields):
     """Our extension: how this request uses speculation. It never changes the text."""
 
@@ -53,9 +61,13 @@ class SpeculativeFields(ClosedFields):
         "metrics, drafter is the one that drafted most, whatever was chosen here, and drafters are all that drafted.",
     )
     max_draft_tokens: int | None = None
+    shape: ShapeFields | None = Field(
+        default=None, description="The exact shape of draft trees; without it the server chooses."
+    )
 
     def to_options(self) -> SpeculationOptions:
-        return SpeculationOptions(self.enabled, self.drafter, self.max_draft_tokens)
+        shape = DraftShape(**self.shape.model_dump()) if self.shape is not None else None
+        return SpeculationOptions(self.enabled, self.drafter, self.max_draft_tokens, shape)
 
 
 async def parse_body(body: bytes, *, max_values: int = limits.MAX_JSON_VALUES) -> dict[str, Any]:

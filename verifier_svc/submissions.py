@@ -141,6 +141,8 @@ class Submissions:
         model = self._limits(message.attempt, speculation)
         limits.check_sampling(sampling, model)
         limits.check_speculation(speculation, model)
+        if speculation.shape is not None and not message.attempt:
+            self._engine.speculator.bounds.check(speculation.shape)
         limits.check_prompt(message.prompt_token_ids, model)
         limits.check_token_ids("output_token_ids", message.output_token_ids, model.vocab_size)
         if len(message.prompt_token_ids) + len(message.output_token_ids) >= model.max_model_len:

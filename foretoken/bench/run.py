@@ -19,7 +19,7 @@ from foretoken.bench import report
 from foretoken.bench.client import Address
 from foretoken.bench.load import default_clients, running_clients
 from foretoken.bench.prompts import CountTokens, Lengths, Prompt, random_prompts, read_prompts, repeated
-from foretoken.bench.settings import BenchSettings
+from foretoken.bench.settings import BenchSettings, LoadSettings
 from foretoken.bench.sweep import Point, Prompts, Row, Sweep
 from foretoken.bench.target import (
     DEFAULT_OUTPUT_LEN,
@@ -60,7 +60,7 @@ def run(settings: BenchSettings, say: Say) -> Outcome:
     """
     targets = [_checked(target, say) for target in _targets(settings)]
     points = points_of(settings)
-    prompts = _prompts(settings, targets[0])
+    prompts = prompts_of(settings, targets[0])
     most = max(point.num_clients() for point in points)
     names = [target.name for target in targets]
     facts = _facts(settings, targets)
@@ -111,11 +111,11 @@ def _targets(settings: BenchSettings) -> list[Target]:
         salted=settings.salt_requests,
         extra=settings.extra_request_body,
     )
-    first = _address(settings.url, settings.api_key, "")
+    first = address_of(settings.url, settings.api_key, "")
     if settings.compare_url is None:
         model = settings.model or served_model(first)
         return [Target(model, first, model, options)]
-    second = _address(settings.compare_url, settings.compare_api_key or settings.api_key, "compare_")
+    second = address_of(settings.compare_url, settings.compare_api_key or settings.api_key, "compare_")
     # What the first request of a pair left in the cache would serve the second one.
     is_same = str(first) == str(second)
     options = replace(options, salted=options.salted or is_same)
@@ -127,7 +127,7 @@ def _targets(settings: BenchSettings) -> list[Target]:
     ]
 
 
-def _address(url: str, key: SecretStr | None, prefix: str) -> Address:
+def address_of(url: str, key: SecretStr | None, prefix: str) -> Address:
     """Return a server's address; ``url`` may lack a scheme or end in /v1. Of several keys the first counts.
 
     ``prefix`` is that of the fields which name the server.
@@ -151,7 +151,7 @@ def _checked(target: Target, say: Say) -> Target:
     return target
 
 
-def _prompts(settings: BenchSettings, target: Target) -> Prompts:
+def prompts_of(settings: LoadSettings, target: Target) -> Prompts:
     """Return what makes prompts from a seed; ``target`` shows how long words are."""
     count = _token_counter(settings.tokenizer) if settings.tokenizer is not None else None
     if settings.dataset_path is not None:

@@ -17,7 +17,65 @@ NUM_PAIRS = 5
 _BOUNDS = ("ttft", "tpot", "e2e")
 
 
-class BenchSettings(Settings):
+def split_values(value: Any) -> tuple[str, ...]:
+    """Return the values of a repeated flag, each of which may be several with commas between them."""
+    items = (value,) if isinstance(value, str) else value
+    return tuple(
+        word.strip() for item in items for word in (item.split(",") if isinstance(item, str) else (str(item),))
+    )
+
+
+def above_zero(value: tuple[float, ...]) -> tuple[float, ...]:
+    """Return ``value`` unchanged. Raises ValueError for a number that is not finite and above 0."""
+    if any(not (0 < item < math.inf) for item in value):
+        raise ValueError("expected numbers above 0")
+    return value
+
+
+class LoadSettings(Settings):
+    """What requests of a load look like, and who sends them."""
+
+    endpoint: Literal["completions", "chat"] = Field(
+        default="completions", description="Where requests go: /v1/completions or /v1/chat/completions."
+    )
+    dataset_name: Literal["random", "file", "sharegpt", "speed-bench"] = Field(
+        default="random", description="What to send: random words, or the prompts of a file in this layout."
+    )
+    dataset_path: Annotated[Path | None, Flag(metavar="FILE", unset="none")] = Field(
+        default=None, description="File of prompts."
+    )
+    input_len: int = Field(default=256, ge=1, description="Tokens of a random prompt, without a shared prefix.")
+    output_len: Annotated[int | None, Flag(metavar="INTEGER", unset="as the file says, else 128")] = Field(
+        default=None, ge=1, description="Most tokens of an output."
+    )
+    range_ratio: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Lengths of random prompts and their outputs are from this share of the above up to it.",
+    )
+    prefix_len: int = Field(default=0, ge=0, description="Tokens of a prefix that random prompts share.")
+    num_prefixes: int = Field(default=1, ge=1, description="Different shared prefixes.")
+    tokenizer: Annotated[Path | None, Flag(metavar="PATH", unset="a trial request shows how long words are")] = Field(
+        default=None, description="tokenizer.json, or a folder with it: random prompts have exact lengths."
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of prompts and arrivals.")
+    temperature: float = Field(default=0.0, ge=0, description="0: greedy.")
+    clients: Annotated[int, AUTO] = Field(
+        default=0, ge=0, le=64, description="Client processes; auto: by the load, at most half of the cores."
+    )
+    read_timeout_s: Annotated[float, Flag("--read-timeout")] = Field(
+        default=300.0, gt=0, description="Seconds without a byte after which a request has failed."
+    )
+
+    @model_validator(mode="after")
+    def _has_its_prompts(self) -> Self:
+        if (self.dataset_name == "random") != (self.dataset_path is None):
+            raise ValueError("--dataset-path belongs to --dataset-name file, sharegpt or speed-bench")
+        return self
+
+
+class BenchSettings(LoadSettings):
     """What to send to which server, how much at once, and where to write what was found."""
 
     url: Annotated[str, Flag(env="FORETOKEN_URL")] = Field(
@@ -28,9 +86,6 @@ class BenchSettings(Settings):
     )
     model: Annotated[str | None, Flag("--model", metavar="NAME", unset="the first that the server lists")] = Field(
         default=None, description="Name of the model in requests."
-    )
-    endpoint: Literal["completions", "chat"] = Field(
-        default="completions", description="Where requests go: /v1/completions or /v1/chat/completions."
     )
     compare_url: Annotated[str | None, Flag(metavar="URL", unset="no comparison")] = Field(
         default=None,
@@ -67,29 +122,6 @@ class BenchSettings(Settings):
         default=0, ge=0, description="Times that each measurement is made; auto: 5 in a comparison, else 1."
     )
     warmup_requests: int = Field(default=4, ge=0, description="Requests to each server before all measurements.")
-    dataset_name: Literal["random", "file", "sharegpt", "speed-bench"] = Field(
-        default="random", description="What to send: random words, or the prompts of a file in this layout."
-    )
-    dataset_path: Annotated[Path | None, Flag(metavar="FILE", unset="none")] = Field(
-        default=None, description="File of prompts."
-    )
-    input_len: int = Field(default=256, ge=1, description="Tokens of a random prompt, without a shared prefix.")
-    output_len: Annotated[int | None, Flag(metavar="INTEGER", unset="as the file says, else 128")] = Field(
-        default=None, ge=1, description="Most tokens of an output."
-    )
-    range_ratio: float = Field(
-        default=1.0,
-        ge=0,
-        le=1,
-        description="Lengths of random prompts and their outputs are from this share of the above up to it.",
-    )
-    prefix_len: int = Field(default=0, ge=0, description="Tokens of a prefix that random prompts share.")
-    num_prefixes: int = Field(default=1, ge=1, description="Different shared prefixes.")
-    tokenizer: Annotated[Path | None, Flag(metavar="PATH", unset="a trial request shows how long words are")] = Field(
-        default=None, description="tokenizer.json, or a folder with it: random prompts have exact lengths."
-    )
-    seed: int = Field(default=0, ge=0, description="Seed of prompts and arrivals.")
-    temperature: float = Field(default=0.0, ge=0, description="0: greedy.")
     disable_ignore_eos: bool = Field(
         default=False, description="Outputs may end before --output-len. Always so if the server refuses ignore_eos."
     )
@@ -106,12 +138,6 @@ class BenchSettings(Settings):
     goodput: Annotated[tuple[str, ...], Flag(metavar="ttft:MS,tpot:MS,e2e:MS", unset="none", one_or_many=True)] = Field(
         default=(), description="Bounds in milliseconds that a request must meet to count as good."
     )
-    clients: Annotated[int, AUTO] = Field(
-        default=0, ge=0, le=64, description="Client processes; auto: by the load, at most half of the cores."
-    )
-    read_timeout_s: Annotated[float, Flag("--read-timeout")] = Field(
-        default=300.0, gt=0, description="Seconds without a byte after which a request has failed."
-    )
     allow_failures: bool = Field(default=False, description="Exit with 0 even if requests failed.")
     output_file: Annotated[Path | None, Flag(metavar="FILE", unset="none")] = Field(
         default=None, description="JSON file to write."
@@ -124,11 +150,7 @@ class BenchSettings(Settings):
     @classmethod
     def _split(cls, value: Any) -> Any:
         """Let each of the given values be several, with commas between them."""
-        if isinstance(value, str):
-            value = (value,)
-        return tuple(
-            word.strip() for item in value for word in (item.split(",") if isinstance(item, str) else (str(item),))
-        )
+        return split_values(value)
 
     @field_validator("extra_request_body", "compare_extra_request_body", mode="before")
     @classmethod
@@ -146,9 +168,7 @@ class BenchSettings(Settings):
     @field_validator("max_concurrency", "request_rate")
     @classmethod
     def _are_above_zero(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if any(not (0 < item < math.inf) for item in value):
-            raise ValueError("expected numbers above 0")
-        return value
+        return above_zero(value)
 
     @field_validator("goodput")
     @classmethod
@@ -161,8 +181,6 @@ class BenchSettings(Settings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if (self.dataset_name == "random") != (self.dataset_path is None):
-            raise ValueError("--dataset-path belongs to --dataset-name file, sharegpt or speed-bench")
         if self.compare_url is None and (self.compare_extra_request_body is not None or self.compare_model is not None):
             raise ValueError("--compare-model and --compare-extra-request-body need --compare-url")
         return self

@@ -24,6 +24,7 @@ from foretoken.config import Flag, Setting, Settings, at_fault, build, flag_of, 
 from foretoken.drafter_names import check_together
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.links import check_listener, read_credentials
+from foretoken.tune.settings import TuneSettings
 from gateway.config import GatewaySettings, read_chat_template
 from verifier_svc.config import DrafterEndpoint, VerifierSettings, refuse_gpu_flags
 
@@ -108,6 +109,14 @@ class DoctorOptions(ServeOptions):
     as_json: Annotated[bool, Flag("--json")] = Field(default=False, description="Print a JSON object.")
 
 
+class TuneOptions(TuneSettings):
+    """Options of ``foretoken tune``, which takes those of ``serve`` too."""
+
+    model: Annotated[str | None, Flag("MODEL")] = Field(
+        default=None, description="Folder or hub id of the checkpoint to serve."
+    )
+
+
 # The settings classes of each command; of two fields with one name the later counts.
 COMMANDS: dict[str, tuple[type[Settings], ...]] = {
     "serve": (GatewaySettings, DrafterSettings, VerifierSettings, ServeOptions),
@@ -127,8 +136,10 @@ _OF_RAY = {
     *("num_verifiers", "ray_address", "insecure_links", "drain_timeout_s"),
     *("discovery_interval_s", "routing_load_bound"),
 }
-# Options of ``serve`` that say nothing about the machine.
-_NOT_OF_DOCTOR = _OF_RAY | {"executor", "dry_run", "verifier_address"}
+# Options of ``serve`` that say where and whether services start.
+_OF_START = _OF_RAY | {"executor", "dry_run", "verifier_address"}
+# Commands that take the flags of ``serve`` and their own.
+_OVER_SERVE: dict[str, type[Settings]] = {"doctor": DoctorOptions, "tune": TuneOptions}
 # Settings that concern the command and not its verifiers.
 _OF_COMMAND = {"executor", "num_verifiers", "ray_address"}
 
@@ -157,11 +168,10 @@ class StackSettings(VerifierStack):
 
 def settings_of_command(command: str) -> Iterable[Setting]:
     """Return all settings that a command takes."""
-    kinds: tuple[type[Settings], ...] = (
-        (*COMMANDS["serve"], DoctorOptions) if command == "doctor" else COMMANDS[command]
-    )
+    own = _OVER_SERVE.get(command)
+    kinds: tuple[type[Settings], ...] = COMMANDS[command] if own is None else (*COMMANDS["serve"], own)
     found = {setting.path: setting for kind in kinds for setting in settings_of(kind)}
-    left_out = {"serve": _NOT_OF_SERVE, "doctor": _NOT_OF_SERVE | _NOT_OF_DOCTOR}.get(command, set())
+    left_out = _NOT_OF_SERVE | _OF_START if own is not None else _NOT_OF_SERVE if command == "serve" else set()
     return [setting for path, setting in found.items() if path[0] not in left_out]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -52,7 +51,7 @@ class SettingsCommand(click.Command):
                     is_eager=True,
                     expose_value=False,
                     callback=self._read_file,
-                    help="TOML file of settings: names of flags without dashes; flags and environment win.",
+                    help="YAML or TOML file of settings: names of flags without dashes; flags and environment win.",
                 )
             )
         return super().get_params(ctx)
@@ -97,25 +96,20 @@ class SettingsCommand(click.Command):
     def _read_file(self, ctx: click.Context, _: click.Parameter, file: str | None) -> None:
         if file is None:
             return
+        from foretoken.commands.config_file import read_config
         from foretoken.errors import ConfigError
 
-        try:
-            found = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--config: cannot read {file}: {error}") from None
         names = {setting.key: name for name, setting in self.settings.items()}
         ctx.default_map = dict(ctx.default_map or {})
-        for key, value in found.items():
+        for key, value in read_config(Path(file)).items():
             if key not in names:
                 raise ConfigError(f"--config: {file}: there is no setting {key!r}")
             is_repeated = self.settings[names[key]].is_repeated
             if isinstance(value, str) and self.settings[names[key]].shown.one_or_many:
                 value = [value]
-            if isinstance(value, dict) or isinstance(value, list) != is_repeated:
+            if isinstance(value, list) != is_repeated:
                 raise ConfigError(f"--config: {file}: {key}: expected {'a list' if is_repeated else 'one value'}")
-            # As text, like a flag's value: click would truncate a number where it expects a whole
-            # one.
-            ctx.default_map[names[key]] = [str(item) for item in value] if is_repeated else str(value)
+            ctx.default_map[names[key]] = value
 
 
 class _Capitals(click.Choice[str]):

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from typing import Literal, get_args, get_origin
 
-from foretoken.commands.service_settings import COMMANDS, settings_of_command
-from foretoken.config import Setting
+from foretoken.commands.service_settings import COMMANDS, TuneOptions, settings_of_command
+from foretoken.config import Setting, settings_of
 
 _HEAD = """# Settings
 
-Each setting of `foretoken serve`, `gateway`, `verifier`, `drafter` and `bench` is a flag. It is
-also a key of the TOML file that `--config FILE` names: the flag without its dashes. A flag wins over
+Each setting of `foretoken serve`, `gateway`, `verifier`, `drafter`, `bench` and `tune` is a flag. It is
+also a key of the file that `--config FILE` names: the flag without its dashes. A flag wins over
 the environment, the environment over the file, the file over the default. A repeated flag is a list
-in the file.
+in the file. `foretoken tune` takes the settings of `serve`, too.
 
-```toml
-model = "models/demo/target"
-port = 8080
-drafter = ["name=a,algorithm=NGRAM"]
+```yaml
+model: models/demo/target
+port: 8080
+drafter:
+  - name=a,algorithm=NGRAM
 ```
 
+A file whose name ends in `.yaml` or `.yml` is YAML, any other TOML (`port = 8080`). Values are read as
+written, so `mps: off` needs no quotes. A key that is unknown, there twice, or without a value is refused.
+
 `make docs` writes this page from the settings classes (`config.py` of each service, `foretoken/common_settings.py`,
-`foretoken/commands/service_settings.py`, `foretoken/bench/settings.py`).
+`foretoken/commands/service_settings.py`, `foretoken/bench/settings.py`, `foretoken/tune/settings.py`).
 
 | setting | command | default | values | meaning |
 | --- | --- | --- | --- | --- |"""
@@ -30,8 +34,9 @@ drafter = ["name=a,algorithm=NGRAM"]
 def rows() -> list[str]:
     """Return a row per setting; several if its default or meaning differs between commands."""
     commands: dict[tuple[str, str, str, str], list[str]] = {}
-    for command in COMMANDS:
-        for setting in settings_of_command(command):
+    found = {command: settings_of_command(command) for command in COMMANDS} | {"tune": settings_of(TuneOptions)}
+    for command, settings in found.items():
+        for setting in settings:
             if not setting.shown.hidden:
                 commands.setdefault(_cells(setting), []).append(command)
     return [

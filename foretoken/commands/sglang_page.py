@@ -32,7 +32,7 @@ python -m foretoken.launch_server --model M --speculative-algo EAGLE --speculati
 - `--speculative-token-map` takes a file or `ORG/NAME/FILE` on the hub. From a `.pt` file foretoken reads a list or a
   flat tensor of whole numbers, and nothing else; no code in it is run.
 - `--host 0.0.0.0` needs keys ([access.md](access.md)), or `--insecure`.
-- `--config` names a TOML file ([settings.md](settings.md)), not YAML.
+- `--config` names a YAML or TOML file of foretoken's own flags ([settings.md](settings.md)).
 
 `make docs` writes this page from the table in `foretoken/commands/sglang_flags.py`.
 

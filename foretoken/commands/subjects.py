@@ -49,14 +49,25 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         *("--compare-url", "--compare-api-key", "--compare-model", "--compare-extra-request-body"),
     ),
     "Load": (
-        *("--max-concurrency", "--request-rate", "--num-prompts", "--num-rounds", "--warmup-requests", "--clients"),
+        *(
+            "--max-concurrency",
+            "--request-rate",
+            "--num-prompts",
+            "--duration",
+            "--num-rounds",
+            "--warmup-requests",
+            "--clients",
+        ),
     ),
     "Prompts and request fields": (
         *("--dataset-name", "--dataset-path", "--input-len", "--output-len", "--range-ratio"),
         *("--prefix-len", "--num-prefixes", "--tokenizer", "--seed"),
         *("--temperature", "--disable-ignore-eos", "--salt-requests", "--extra-request-body"),
     ),
-    "Results": ("--goodput", "--output-file", "--picture", "--allow-failures"),
+    "What is tried, and for how long": (
+        *("--shapes", "--try-drafters", "--weights", "--budget", "--requests-per-round"),
+    ),
+    "Results": ("--write-config", "--goodput", "--output-file", "--picture", "--allow-failures"),
     "Logs and metrics": (
         *("--log-level", "--otlp-traces-endpoint", "--vllm-metric-names", "--speculative-metrics"),
         *("--kv-events", "--kv-events-replay", "--kv-events-topic"),

@@ -86,6 +86,7 @@ _FIELDS_OF: dict[str, dict[str, Schema]] = {
     # Definitions to which bodies refer.
     "ChatMessage": {"content": {"anyOf": [_text(limits.MAX_PROMPT_CHARS), _list(_PART, limits.MAX_CONTENT_PARTS)]}},
     "SpeculativeFields": {"max_draft_tokens": in_range(limits.MAX_DRAFT_TOKENS)},
+    "ShapeFields": {name: in_range(allowed) for name, allowed in limits.SHAPE_RANGES.items()},
 }
 
 
@@ -94,7 +95,7 @@ def add_bounds(schema: Schema, kind: str) -> None:
 
     ``kind``: the class of the fields.
     """
-    is_definition = kind in ("ChatMessage", "SpeculativeFields")
+    is_definition = kind in ("ChatMessage", "SpeculativeFields", "ShapeFields")
     known = _FIELDS_OF.get(kind, {}) if is_definition else _FIELDS | _FIELDS_OF.get(kind, {})
     required = schema.get("required", ())
     for name, value in schema.get("properties", {}).items():

@@ -9,7 +9,7 @@ import pytest
 from foretoken import limits
 from foretoken.errors import ContextLengthError, InvalidRequestError
 from foretoken.limits import LOGIT_BIAS_RANGE, SAMPLING_RANGES, ModelLimits, Range
-from foretoken.sampling import Grammar, SamplingParams, SpeculationOptions
+from foretoken.sampling import DraftShape, Grammar, SamplingParams, SpeculationOptions
 from foretoken.wire import sampling_from_proto, sampling_to_proto
 from tests.support.sampling_limits import NUMBERS
 
@@ -143,6 +143,11 @@ def test_speculation_options():
     for value in [-1, 256, 1.5, *NOT_NUMBERS]:
         if value is not None:
             assert fault(max_draft_tokens=value) == "speculative.max_draft_tokens"
+    assert fault(shape=DraftShape(1, 1, 2)) == fault(shape=DraftShape(64, 64, 256)) == ""
+    for place, (name, allowed) in enumerate(limits.SHAPE_RANGES.items()):
+        for value in (allowed.low - 1, allowed.high + 1, 1.5):
+            shape = [value if index == place else 2 for index in range(3)]
+            assert fault(shape=DraftShape(*shape)) == f"speculative.shape.{name}"
     for name in ("", "unknown", "n" * 65, "\ud800"):
         assert fault(drafter=name) == "speculative.drafter"
     with pytest.raises(InvalidRequestError, match="auto, merge, ngram, eagle"):

@@ -11,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from foretoken.cli import app
+from foretoken.cli import app, main
 from foretoken.commands.given import Given
 from foretoken.commands.service_settings import COMMANDS, settings_of_command
 from foretoken.commands.settings_command import SettingsCommand
@@ -103,26 +103,30 @@ def test_a_flag_gives_its_value_and_none_gives_nothing(command: str, setting: Se
         assert setting.path[0] not in given(command, *NEEDED[command]).values
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_config_file_gives_every_setting_by_the_name_of_its_flag(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", ["toml", "yaml", "yml"])
+@pytest.mark.parametrize("command", [*COMMANDS, "tune"])
+def test_a_config_file_gives_every_setting_by_the_name_of_its_flag(command: str, suffix: str, tmp_path: Path) -> None:
     values = {setting: another(setting) for setting in settings_of_command(command)}
     lines = []
     for setting, value in values.items():
         item = str(value).lower() if isinstance(value, (bool, int, float)) else f'"{value}"'
-        lines.append(f"{setting.key} = {f'[{item}]' if setting.is_repeated else item}")
-    file = tmp_path / "settings.toml"
+        item = f"[{item}]" if setting.is_repeated else item
+        lines.append(f"{setting.key} = {item}" if suffix == "toml" else f"{setting.key}: {item}")
+    file = tmp_path / f"settings.{suffix}"
     file.write_text("\n".join(lines))
     seen = given(command, "--config", str(file)).values
     for setting, value in values.items():
         assert value_of(seen, setting) == ((value,) if setting.is_repeated else value), setting.flag
 
 
+@pytest.mark.parametrize("suffix", ["toml", "yaml"])
 def test_a_flag_wins_over_the_environment_that_over_the_file_and_that_over_the_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
-    file = tmp_path / "settings.toml"
-    file.write_text('otlp-traces-endpoint = "http://file:1"\nport = 81\n')
+    file = tmp_path / f"settings.{suffix}"
+    lines = {"toml": 'otlp-traces-endpoint = "http://file:1"\nport = 81\n'}
+    file.write_text(lines.get(suffix, "otlp-traces-endpoint: http://file:1\nport: 81\n"))
 
     def seen(*words: str) -> GatewaySettings:
         more = given("gateway", *NEEDED["gateway"], *words)
@@ -149,6 +153,59 @@ def test_the_variables_are_these(monkeypatch: pytest.MonkeyPatch) -> None:
         assert value_of(given(command, *NEEDED[command]).values, setting) == expected
         # Child processes get a secret only if it is meant for them.
         assert (variable in os.environ) is not setting.shown.secret
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("color: 1", "--config: {file}: there is no setting 'color'"),
+        ("drafter: name=a,algorithm=NGRAM", "--config: {file}: drafter: expected a list"),
+        ("port: [1]", "--config: {file}: port: expected one value"),
+        ("port: {a: 1}", "--config: {file}: port: expected one value"),
+        ("port:", "--config: {file}: port: expected one value"),
+        ("port: null", "--config: {file}: port: expected one value"),
+        ("port: 1\nhost: a\nport: 2", "--config: cannot read {file}: line 3: port is there twice"),
+        ("- port", "--config: cannot read {file}: expected a mapping of settings"),
+        ("port: [1", "--config: cannot read {file}: "),
+        ("port: !!python/object:os.system {}", "--config: {file}: port: expected one value"),
+        ("port: 70000", "--port: expected at most 65535, got 70000"),
+        ("port: 1.5", "Invalid value for '--port': '1.5' is not a valid integer"),
+        ("port: 0x10", "Invalid value for '--port': '0x10' is not a valid integer"),
+        ("numerics: x", "Invalid value for '--numerics': 'x' is not one of"),
+        ("dry-run: maybe", "Invalid value for '--dry-run': 'maybe' is not a valid boolean"),
+    ],
+)
+def test_a_mistake_in_a_yaml_file_is_refused_by_name(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    monkeypatch.setattr("sys.argv", ["foretoken", "serve", "m", "--config", str(file)])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert message.format(file=file) in re.sub(r"\s+", " ", capsys.readouterr().err)
+
+
+def test_values_in_yaml_are_read_as_they_are_written(tmp_path: Path) -> None:
+    """YAML 1.1 alone would make false of ``off`` and a number of ``1_000`` or ``12:30``."""
+    file = tmp_path / "settings.yaml"
+    file.write_text(
+        "mps: off\nserved-model-name: 12:30\nrevision: 1e3\nspeculative-algorithm: NONE\nmem-fraction-static: 0.50\n"
+        "disable-radix-cache: yes\nhost: 'null'\ndrafter:\n- name=a,algorithm=NGRAM\n- 'name=b,algorithm=MTP'\n"
+    )
+    assert given("serve", "m", "--config", str(file)).values == {
+        "model": "m",
+        "mps": "off",
+        "served_model_names": ("12:30",),
+        "revision": "1e3",
+        "speculative_algorithm": "NONE",
+        "mem_fraction_static": 0.5,
+        "disable_radix_cache": True,
+        "host": "null",
+        "drafters": ("name=a,algorithm=NGRAM", "name=b,algorithm=MTP"),
+    }
+    file.write_text("# nothing but this\n")
+    assert given("serve", "m", "--config", str(file)).values == {"model": "m"}
 
 
 @pytest.mark.parametrize(
@@ -208,7 +265,7 @@ def test_every_number_has_a_least_value(setting: Setting) -> None:
     assert any(hasattr(bound, name) for bound in setting.field.metadata for name in ("ge", "gt"))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, "tune"])
 def test_help_has_every_setting_with_its_default_and_variable(command: str) -> None:
     text = re.sub(r"\s+", "", CliRunner().invoke(app, [command, "--help"]).output)
     for setting in settings_of_command(command):
@@ -228,7 +285,7 @@ def test_help_has_every_setting_with_its_default_and_variable(command: str) -> N
 
 
 def test_every_flag_has_a_heading() -> None:
-    settings = [*(setting for _, setting in ALL), *settings_of_command("doctor")]
+    settings = [*(setting for _, setting in ALL), *settings_of_command("doctor"), *settings_of_command("tune")]
     shown = {setting.flag for setting in settings if not setting.shown.hidden and not setting.is_argument}
     rows = {flag for flags in SUBJECTS.values() for flag in flags}
     without = {flag for flag in shown - rows if not flag.startswith("--speculative-")}
@@ -238,10 +295,10 @@ def test_every_flag_has_a_heading() -> None:
 
 def test_help_has_headings_in_order() -> None:
     shown = set()
-    for command in ("bench", "serve"):
+    for command in ("bench", "serve", "tune"):
         text = CliRunner().invoke(app, [command, "--help"]).output
         headings = re.findall(r"^(\w.*):$", text, re.MULTILINE)
-        first = ["Positional arguments"] if command == "serve" else []
+        first = ["Positional arguments"] if command != "bench" else []
         assert headings == [*first, *(subject for subject in SUBJECTS if subject in headings)]
         shown |= {*headings}
     assert shown == {"Positional arguments", *SUBJECTS}
@@ -249,7 +306,7 @@ def test_help_has_headings_in_order() -> None:
     assert re.findall(r"^  (--[a-z-]+)", access, re.MULTILINE) == [*SUBJECTS["Access"]]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, "tune", "doctor"])
 def test_no_flag_is_there_twice(command: str) -> None:
     flags = [option for parameter in app.commands[command].get_params(context(command)) for option in parameter.opts]
     assert sorted(set(flags)) == sorted(flags)

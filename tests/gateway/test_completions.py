@@ -235,7 +235,8 @@ async def test_every_sampling_field_reaches_the_verifier(stack: Stack) -> None:
         "logprobs": 3,
     }
     body = {"prompt": "a", **fields, "logit_bias": {"7": -100, "8": 1.5}, "stop_token_ids": [9], "cache_salt": "me"}
-    body["speculative"] = {"enabled": False, "drafter": "ngram", "max_draft_tokens": 0}
+    shape = {"num_steps": 5, "topk": 2, "num_draft_tokens": 8}
+    body["speculative"] = {"enabled": False, "drafter": "ngram", "max_draft_tokens": 0, "shape": shape}
     assert (await stack.http.post(URL, json=body)).status_code == 200
     sequence = stack.verifier.submitted[0]
     assert {name: getattr(sequence.sampling, name) for name in fields} == fields
@@ -243,7 +244,7 @@ async def test_every_sampling_field_reaches_the_verifier(stack: Stack) -> None:
     assert list(sequence.sampling.stop_token_ids) == [9] and sequence.cache_salt == "me"
     options = sequence.speculation
     assert (options.enabled, options.drafter, options.max_draft_tokens) == (False, "ngram", 0)
-    assert options.HasField("max_draft_tokens")
+    assert options.HasField("max_draft_tokens") and {name: getattr(options.shape, name) for name in shape} == shape
 
 
 async def test_newer_token_limit_wins_and_the_context_cuts_both(stack: Stack) -> None:

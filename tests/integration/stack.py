@@ -89,20 +89,22 @@ def _words(process: psutil.Process) -> str:
 
 
 def start(
-    checkpoint: Path,
+    checkpoint: Path | None,
     log: Path,
     *flags: str,
     port: int = 0,
     grpc_port: int = 0,
     environment: Mapping[str, str] = ENVIRONMENT,
 ) -> Stack:
+    """Start a stack. ``checkpoint`` None: ``flags`` say what is served."""
     free = free_ports(2)
     port, grpc_port = port or free[0], grpc_port or free[1]
     # One gateway, however many cores there are: ``service`` finds one process by its name.
     ports = ("--port", str(port), "--grpc-port", str(grpc_port), "--gateway-workers", "1")
+    model = () if checkpoint is None else (str(checkpoint),)
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "foretoken", "serve", str(checkpoint), *ports, "--threads", "1", *flags],
+            [sys.executable, "-P", "-m", "foretoken", "serve", *model, *ports, "--threads", "1", *flags],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -113,7 +115,9 @@ def start(
 
 
 @contextlib.contextmanager
-def running(checkpoint: Path, log: Path, *flags: str, environment: Mapping[str, str] = ENVIRONMENT) -> Iterator[Stack]:
+def running(
+    checkpoint: Path | None, log: Path, *flags: str, environment: Mapping[str, str] = ENVIRONMENT
+) -> Iterator[Stack]:
     """Run a stack from when it is ready; kill it on leaving, if it is still there."""
     stack = start(checkpoint, log, *flags, environment=environment)
     try:

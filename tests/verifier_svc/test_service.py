@@ -130,6 +130,8 @@ def test_generate_streams_one_sequence() -> None:
     run(scenario)
 
 
+# More children of a node than the flags admit.
+LARGE = common_pb2.DraftShape(num_steps=3, topk=5, num_draft_tokens=8)
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "temperature": ({"sampling": common_pb2.SamplingParams(temperature=3)}, "temperature"),
     "nan temperature": ({"sampling": common_pb2.SamplingParams(temperature=float("nan"))}, "temperature"),
@@ -162,6 +164,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "timeout": ({"timeout_ms": 2**63}, "timeout_ms"),
     "drafter": ({"speculation": common_pb2.SpeculationOptions(drafter="nobody")}, "speculative.drafter"),
     "width": ({"speculation": common_pb2.SpeculationOptions(max_draft_tokens=10_000)}, "speculative.max_draft_tokens"),
+    "shape": ({"speculation": common_pb2.SpeculationOptions(shape=LARGE)}, "speculative.shape.topk"),
     "another model": ({"model_fingerprint": "other"}, "model_fingerprint"),
 }
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from foretoken.drafting import ROW_DTYPE, DraftRequest, starts_of
+from foretoken.errors import InvalidRequestError
 from foretoken.models.device_batch import bucket, seq_bucket
-from foretoken.sampling import MIN_TEMPERATURE, SamplingParams
+from foretoken.sampling import MIN_TEMPERATURE, DraftShape, SamplingParams
 from verifier_svc.config import VerifierSettings
 from verifier_svc.scheduling.hidden_states import HiddenSlice, joined
 from verifier_svc.scheduling.sequence import Sequence
@@ -53,7 +54,7 @@ NO_DRAFT = Shape(1, 1, 1)
 
 @dataclass(frozen=True, slots=True)
 class TreeBounds:
-    """Bounds of all trees.
+    """Bounds of all trees, or of one request's.
 
     The policy chooses by a row's *reach*, a number from 1 up: for a look-up drafter the drafted tokens, for a drafter
     with a model the levels of the tree.
@@ -75,9 +76,39 @@ class TreeBounds:
             settings.speculative_num_draft_tokens, settings.speculative_num_steps, settings.speculative_eagle_topk
         )
 
+    def check(self, shape: DraftShape) -> None:
+        """Raise InvalidRequestError for a request's shape that exceeds these bounds."""
+        for name, value, most, flag in (
+            ("num_steps", shape.num_steps, self.max_depth, "steps"),
+            ("topk", shape.topk, self.branches, "eagle-topk"),
+            ("num_draft_tokens", shape.num_draft_tokens, self.max_nodes, "draft-tokens"),
+        ):
+            if value > most:
+                why = f"--speculative-{'' if name == 'topk' else 'num-'}{flag} bounds it"
+                if name == "num_steps" and not self.num_steps:
+                    why = f"trees have at most {DEFAULT_STEPS} levels, and fewer than --speculative-num-draft-tokens"
+                field = f"speculative.shape.{name}"
+                raise InvalidRequestError(
+                    f"{field} must be at most {most} on this server, got {value}: {why}", field=field
+                )
+
+    def of_request(self, shape: DraftShape | None) -> TreeBounds:
+        """Return the bounds of a request that asks for this shape; None: these.
+
+        A resumed request's shape may exceed these bounds, because another verifier admitted it. It is cut to them.
+        """
+        if shape is None:
+            return self
+        return replace(
+            self,
+            max_nodes=min(shape.num_draft_tokens, self.max_nodes),
+            num_steps=min(shape.num_steps, self.max_depth),
+            branches=min(shape.topk, self.branches),
+        )
+
     @property
     def is_fixed(self) -> bool:
-        """Whether trees have the shape that the flags give, even if a smaller tree or none would be faster."""
+        """Whether trees have exactly this shape, even if a smaller tree or none would be faster."""
         return self.num_steps > 0
 
     @property

@@ -74,16 +74,23 @@ class DraftRound(ABC):
 
     def plan_row(self, sequence: Sequence, drafters: list[DrafterHandle], batch: int) -> DraftPlan | None:
         """Return what one row asks of these drafters, or None if it asks nothing."""
+        bounds = self.bounds(sequence)
         # No draft is needed after the last token that may be emitted.
-        most = min(self._bounds.max_nodes, sequence.max_new_tokens) - 1
+        most = min(bounds.max_nodes, sequence.max_new_tokens) - 1
         if sequence.speculation.max_draft_tokens is not None:
             most = min(most, sequence.speculation.max_draft_tokens)
         gate = self._expecting_gate(sequence, drafters)
-        most_reach = min(most, self._bounds.most_reach(self.has_model))
+        most_reach = min(most, bounds.most_reach(self.has_model))
         reach = gate.num_tokens(most_reach, self._costs.relative(drafters, batch))
-        if self._bounds.is_fixed:
+        if bounds.is_fixed:
             reach = most
-        return DraftPlan(sequence, drafters, reach, most, not gate.is_scouting, gate.rate) if reach > 0 else None
+        if reach <= 0:
+            return None
+        return DraftPlan(sequence, drafters, reach, most, not gate.is_scouting, bounds, gate.rate)
+
+    def bounds(self, sequence: Sequence) -> TreeBounds:
+        """Return the bounds of a row's trees."""
+        return self._rows.of(sequence).bounds
 
     def _expecting_gate(self, sequence: Sequence, drafters: list[DrafterHandle]) -> Gate:
         """Return the gate of a row, which knows what these drafters make one expect."""
@@ -106,7 +113,7 @@ class DraftRound(ABC):
         rows = []
         for plan in plans:
             if drafter in plan.drafters:
-                shape = self._bounds.of_row(self.has_model, plan.reach, plan.most)
+                shape = plan.bounds.of_row(self.has_model, plan.reach, plan.most)
                 if max_depth is not None:
                     shape = shape._replace(depth=min(shape.depth, max_depth))
                 awaited = plan.awaited and attachment.can_afford_wait()
@@ -181,9 +188,7 @@ class ModelRound(DraftRound):
         return gate
 
     def pays(self, drafter: DrafterHandle, batch: int) -> bool:
-        """Return whether a model makes more of a step than it costs. A tree of a fixed shape always does."""
-        if self._bounds.is_fixed:
-            return True
+        """Return whether a model makes more of a step than it costs."""
         costs = self._costs.relative([drafter], batch)
         most = self._bounds.most_reach(self.has_model)
         return best_reach(drafter.record.acceptance.value, most, costs)[1] >= MODEL_PAYS_FROM

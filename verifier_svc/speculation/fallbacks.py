@@ -61,5 +61,4 @@ class Fallbacks:
             # Of shared rows, drafts that promise more got them.
             return FallbackReason.DRAFTS_DO_NOT_PAY if shape.budget else FallbackReason.NO_DRAFT_IN_TIME
         # Look-up drafters that found nothing rest, or a model whose drafts did not pay for long.
-        is_resting_model = drafting.drafter is None and drafting.controller is not None
-        return FallbackReason.DRAFTS_DO_NOT_PAY if is_resting_model else FallbackReason.NOTHING_FOUND
+        return FallbackReason.DRAFTS_DO_NOT_PAY if drafting.is_resting else FallbackReason.NOTHING_FOUND

@@ -107,7 +107,7 @@ class Lookups:
         if not plans:
             return False
         self._num_without += 1
-        hides = self._bounds.is_fixed or self._drafting.shape != NO_DRAFT
+        hides = self._drafting.shape != NO_DRAFT or any(plan.bounds.is_fixed for plan in plans)
         gain = sum(self._extra_tokens(plan) for plan in plans) / self._batch
         if hides or self._num_without >= TRY_EVERY or gain * self._costs.plain_step_s(self._batch) > self._gaps.seconds:
             self._num_without = 0
@@ -156,13 +156,18 @@ class Lookups:
         taken = [(index, seat) for index, seat in enumerate(seats) if seat is not None]
         tokens = {index: drafting.expected_tokens(seat.sequence) for index, seat in taken}
         drafts = {index: draft for index, draft in drafts.items() if sum(draft.path_chances()) > tokens[index]}
-        if self._bounds.is_fixed or not drafts:
+        # Nodes that each draft has in any case: those that the step has rows for, and all of a fixed shape.
+        free, num_rows = [], sum(seat.width for _, seat in taken)
+        for index, draft in drafts.items():
+            seat = seats[index]
+            assert seat is not None
+            is_fixed = self._round.bounds(seat.sequence).is_fixed
+            free.append(max(seat.width, draft.tree.num_nodes) if is_fixed else seat.width)
+            num_rows += free[-1] - seat.width
+            tokens[index] = sum(sorted(draft.path_chances(), reverse=True)[: free[-1]])
+        if not drafts or all(count >= draft.tree.num_nodes for count, draft in zip(free, drafts.values(), strict=True)):
             return drafts
-        widths = [seat.width for _, seat in taken]
-        free = [seat.width for index in drafts if (seat := seats[index]) is not None]
-        for (index, draft), width in zip(drafts.items(), free, strict=True):
-            tokens[index] = sum(sorted(draft.path_chances(), reverse=True)[:width])
-        base = StepBase(sum(widths), sum(tokens.values()), drafting.draft_s(len(widths)) or self._gaps.seconds)
+        base = StepBase(num_rows, sum(tokens.values()), drafting.draft_s(len(taken)) or self._gaps.seconds)
         counts = self._costs.best_counts(list(drafts.values()), base, free)
         best = {index: draft.best(count) for (index, draft), count in zip(drafts.items(), counts, strict=True)}
         return {index: draft for index, draft in best.items() if draft.tree.num_nodes > 1}

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.scheduling.draft import Draft, merge
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.costs import DraftCosts
 from verifier_svc.speculation.draft_round import Found
 from verifier_svc.speculation.plan import DraftPlan
 
+# A batch slot and its generation.
+Key = tuple[int, int]
+
 
 class NextTrees:
     """By batch slot and generation."""
 
-    def __init__(self, costs: DraftCosts, bounds: TreeBounds) -> None:
+    def __init__(self, costs: DraftCosts) -> None:
         self._costs = costs
-        self._bounds = bounds
         self.plans: list[DraftPlan] = []
         # Whether drafters were asked, or could have been, since the last overlapped step.
         self.were_asked_for = False
-        self._drafts: dict[tuple[int, int], Draft] = {}
+        self._drafts: dict[Key, Draft] = {}
         # Rows for which a draft came, and those of them that got only their root.
-        self.found: set[tuple[int, int]] = set()
-        self.undrafted: set[tuple[int, int]] = set()
+        self.found: set[Key] = set()
+        self.undrafted: set[Key] = set()
 
     def __bool__(self) -> bool:
         return bool(self._drafts)
@@ -40,9 +41,12 @@ class NextTrees:
         self._drafts = {key: draft for key, draft in self._drafts.items() if drafter not in draft.sources}
 
     def choose(self, found: Found, batch: int) -> None:
-        """Merge the drafts of each row and keep the nodes with which ``batch`` rows make the most tokens a second."""
+        """Merge the drafts of each row and keep the nodes with which ``batch`` rows make the most tokens a second.
+
+        Trees of a fixed shape keep all their nodes.
+        """
         self.were_asked_for = True
-        plans: dict[tuple[int, int], list[DraftPlan]] = {}
+        plans: dict[Key, list[DraftPlan]] = {}
         for plan in self.plans:
             plans.setdefault(plan.key, []).append(plan)
         self.found = set(found)
@@ -50,7 +54,19 @@ class NextTrees:
         drafts = {key: merge(drafts) for key, drafts in found.items() if key not in self.undrafted}
         most = {key: max(plan.most for plan in plans[key]) for key in drafts if key in plans}
         drafts = {key: draft.best(1 + most[key]) if key in most else draft for key, draft in drafts.items()}
-        if not self._bounds.is_fixed and drafts:
-            counts = self._costs.best_counts(list(drafts.values()), self._costs.base(batch), [1] * len(drafts))
-            drafts = {key: draft.best(count) for (key, draft), count in zip(drafts.items(), counts, strict=True)}
+        fixed = {plan.key for plan in self.plans if plan.bounds.is_fixed}
+        if not fixed.issuperset(drafts):
+            drafts = self._cut(drafts, fixed, batch)
         self._drafts = {key: draft for key, draft in drafts.items() if draft.tree.num_nodes > 1}
+
+    def _cut(self, drafts: dict[Key, Draft], fixed: set[Key], batch: int) -> dict[Key, Draft]:
+        """Return the drafts without the nodes that are not worth their rows; those in ``fixed`` as they are."""
+        base = self._costs.base(batch)
+        free = []
+        for key, draft in drafts.items():
+            free.append(draft.tree.num_nodes if key in fixed else 1)
+            if key in fixed:
+                more = sum(draft.path_chances()) - 1
+                base = base._replace(rows=base.rows + draft.tree.num_nodes - 1, tokens=base.tokens + more)
+        counts = self._costs.best_counts(list(drafts.values()), base, free)
+        return {key: draft.best(count) for (key, draft), count in zip(drafts.items(), counts, strict=True)}

@@ -7,7 +7,7 @@ from enum import Enum
 
 from verifier_svc.drafters.attachment import Attachment
 from verifier_svc.drafters.handle import DrafterHandle
-from verifier_svc.drafters.request import NO_DRAFT
+from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.batch_limit import BatchLimit
 from verifier_svc.speculation.capture import Capture
@@ -15,6 +15,7 @@ from verifier_svc.speculation.controllers import DrafterControllers
 from verifier_svc.speculation.next_trees import NextTrees
 from verifier_svc.speculation.resident_drafting import ResidentDrafting
 from verifier_svc.speculation.routing import DrafterRouting
+from verifier_svc.speculation.row_state import RowStates
 
 
 class OverlapBlock(Enum):
@@ -42,8 +43,9 @@ class OverlapPolicy:
         trees: NextTrees,
         limit: BatchLimit,
         controllers: DrafterControllers,
+        rows: RowStates,
     ) -> None:
-        self._routing, self._capture = routing, capture
+        self._routing, self._capture, self._rows = routing, capture, rows
         self._trees, self._limit = trees, limit
         self.controllers = controllers
 
@@ -76,7 +78,7 @@ class OverlapPolicy:
         if any((sequence.slot, sequence.generation) in undrafted for sequence, found in wanted if found):
             return OverlapBlock.UNDRAFTED_ROW
         controller = self.controllers.of(drafter)
-        if controller.rests:
+        if controller.rests and self._common_shape(sequences) is None:
             return ResidentDrafting(controller=controller)
         drafting = ResidentDrafting(drafter, attachment, controller=controller, captured=self._capture.layers)
         for sequence in running:
@@ -86,7 +88,7 @@ class OverlapPolicy:
     def start(self, sequence: Sequence, drafting: ResidentDrafting) -> None:
         """Draft for a running sequence of a run if its request wants that."""
         if drafting.attachment is not None and self._models_of(sequence):
-            drafting.add(sequence)
+            drafting.add(sequence, self._own_shape(sequence))
 
     def joins(self, sequence: Sequence, drafting: ResidentDrafting) -> bool:
         """Return whether a sequence that waits may join a run; if not, the run has to end for it."""
@@ -99,9 +101,15 @@ class OverlapPolicy:
         return not found or [drafter.number for drafter in found] == [number]
 
     def choose(self, drafting: ResidentDrafting, num_sequences: int) -> bool:
-        """Choose the shape of a run's next trees; return whether the run can go on with it."""
+        """Choose the shape of a run's next trees; return whether the run can go on with it.
+
+        It is the requests' own shape if all that are drafted for ask for the same.
+        """
         controller = drafting.controller
         if controller is None:
+            return True
+        if drafting.common_shape is not None:
+            drafting.shape = drafting.common_shape
             return True
         drafting.shape = controller.choose(num_sequences)
         return drafting.shape == NO_DRAFT if drafting.drafter is None else not controller.rests
@@ -124,6 +132,24 @@ class OverlapPolicy:
         """Return the drafters of a row that have a model."""
         return [drafter for drafter in self._routing.of(sequence) if drafter.has_model]
 
+    def _own_shape(self, sequence: Sequence) -> Shape | None:
+        """Return the shape that a request asks for; None if it leaves that to the server."""
+        if sequence.speculation.shape is None:
+            return None
+        bounds = self._rows.of(sequence).bounds
+        return bounds.of_row(True, bounds.max_depth, bounds.max_nodes - 1)
+
+    def _common_shape(self, sequences: Seq[Sequence]) -> Shape | None:
+        """Return the shape that all these sequences ask for if a model drafts for them; None if they differ."""
+        common: Shape | None = None
+        for sequence in sequences:
+            if self._models_of(sequence):
+                shape = self._own_shape(sequence)
+                if shape is None or common not in (None, shape):
+                    return None
+                common = shape
+        return common
+
     def still_drafts(self, drafting: ResidentDrafting, running: Seq[Sequence], waiting: Seq[Sequence]) -> bool:
         """Return whether a run would begin again with the same drafter, or again with none.
 
@@ -132,6 +158,8 @@ class OverlapPolicy:
         if not drafting.is_current or not self._routing.is_as_attached:
             return False
         if drafting.drafter is not None and not drafting.has_drafted and not any(map(self._models_of, waiting)):
+            return False
+        if drafting.is_resting and self._common_shape([*running, *waiting]) is not None:
             return False
         return self._limit.is_exceeded(len(running) + len(waiting)) == drafting.is_above_limit
 

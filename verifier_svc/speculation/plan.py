@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from verifier_svc.drafters.handle import DrafterHandle
+from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.scheduling.sequence import Sequence
 
 
@@ -14,6 +15,7 @@ class DraftPlan(NamedTuple):
     Attributes:
         most: the most drafted tokens.
         awaited: whether the step waits for the answer.
+        bounds: of the row's trees.
         rate: the speed over plain decode that the drafts promise if every row of the batch drafts like this one.
     """
 
@@ -22,6 +24,7 @@ class DraftPlan(NamedTuple):
     reach: int
     most: int
     awaited: bool
+    bounds: TreeBounds
     rate: float
 
     @property

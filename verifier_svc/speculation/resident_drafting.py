@@ -61,8 +61,10 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         self._most_in_flight = MAX_IN_FLIGHT * self.memory.layout.tokens if self.memory is not None else 0
         # The shape of the trees that the next request asks for.
         self.shape = NO_DRAFT
-        # The sequences that are drafted for.
-        self._drafted: set[Sequence] = set()
+        # The sequences that are drafted for, with the shapes that their requests ask for.
+        self._drafted: dict[Sequence, Shape | None] = {}
+        # These shapes. None: not known.
+        self._own_shapes: set[Shape | None] | None = None
         # The seats, their records and shape in the last request; blocks that it has named.
         self._seats: tuple[Seat | None, ...] | None = None
         self._records = np.zeros(0, ROW_DTYPE)
@@ -118,6 +120,18 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         return bool(self._drafted)
 
     @property
+    def is_resting(self) -> bool:
+        """Return whether steps go on without the drafter, because its drafts have not paid for long."""
+        return self.drafter is None and self.controller is not None
+
+    @property
+    def common_shape(self) -> Shape | None:
+        """Return the shape that all sequences ask for that are drafted for; None if they differ or leave it open."""
+        if self._own_shapes is None:
+            self._own_shapes = set(self._drafted.values())
+        return next(iter(self._own_shapes)) if len(self._own_shapes) == 1 else None
+
+    @property
     def is_for_all(self) -> bool:
         """Return whether every seat of the last request is drafted for."""
         if self._is_for_all is None:
@@ -163,9 +177,13 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
 
     # What the drafter is sent.
 
-    def add(self, sequence: Sequence) -> None:
-        """Draft for a running sequence, from when it is seated. It was sent all its tokens then."""
-        self._drafted.add(sequence)
+    def add(self, sequence: Sequence, shape: Shape | None = None) -> None:
+        """Draft for a running sequence, from when it is seated. It was sent all its tokens then.
+
+        ``shape``: what its request asks for; None: it leaves that to the server.
+        """
+        self._drafted[sequence] = shape
+        self._own_shapes = None
         self._is_for_all = None
 
     def has_sent(self, sequence: Sequence) -> bool:
@@ -193,7 +211,8 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended. The drafter has learnt all of it in the run."""
-        self._drafted.discard(sequence)
+        self._drafted.pop(sequence, None)
+        self._own_shapes = None
         self._is_for_all = None
         self._lengths.pop(sequence, None)
         if self.attachment is not None:

@@ -143,7 +143,8 @@ class DrafterRouting:
         """Return whether a row for which the server chooses drafts with the model. Decided once, before it is sent."""
         state = self._rows.of(sequence)
         if state.uses_model is None:
-            state.uses_model = self._pays(drafter)
+            # A tree of a fixed shape is drafted whatever it costs.
+            state.uses_model = state.bounds.is_fixed or self._pays(drafter)
             if not state.uses_model and self._is_trial_due:
                 state.uses_model = True
                 self._trial = sequence

@@ -1,7 +1,8 @@
-"""What the speculator knows of each row: its gates, and whether a model drafts for it."""
+"""What the speculator knows of each row: its gates, its bounds, and whether a model drafts for it."""
 
 from __future__ import annotations
 
+from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.gate import Gate
 
@@ -9,8 +10,10 @@ from verifier_svc.speculation.gate import Gate
 class RowState:
     """The state of one row."""
 
-    def __init__(self, *, has_prediction: bool) -> None:
+    def __init__(self, bounds: TreeBounds, *, has_prediction: bool) -> None:
         """``has_prediction``: whether the client has said what comes."""
+        # Of the row's trees.
+        self.bounds = bounds
         # One for look-up drafters, one for drafters with a model.
         self.lookup_gate = Gate()
         self.model_gate = Gate()
@@ -24,7 +27,9 @@ class RowState:
 class RowStates:
     """States by sequence. A preempted sequence keeps its state; one that ends loses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: TreeBounds) -> None:
+        """``bounds``: of all trees."""
+        self._bounds = bounds
         self._states: dict[Sequence, RowState] = {}
 
     def __len__(self) -> int:
@@ -34,7 +39,8 @@ class RowStates:
         """Return the state of a sequence that has not ended; at first sight it is new."""
         state = self._states.get(sequence)
         if state is None:
-            state = self._states[sequence] = RowState(has_prediction=bool(sequence.prediction_ids))
+            bounds = self._bounds.of_request(sequence.speculation.shape)
+            state = self._states[sequence] = RowState(bounds, has_prediction=bool(sequence.prediction_ids))
         return state
 
     def has(self, sequence: Sequence) -> bool:

@@ -53,21 +53,22 @@ class Speculator:
         """
         self.costs = DraftCosts(costs, bounds)
         self.limit = BatchLimit(max_batch_size)
-        self.rows = RowStates()
+        self.rows = RowStates(bounds)
         self._routing = DrafterRouting(partial(DrafterHandle, settings=settings), self._pays, self.rows)
         self.hidden_states = Capture(self._routing)
-        self.trees = NextTrees(self.costs, bounds)
+        self.trees = NextTrees(self.costs)
         self.overlap = OverlapPolicy(
             self._routing,
             self.hidden_states,
             self.trees,
             self.limit,
             DrafterControllers(bounds, self.costs.plain_step_s, controller_log),
+            self.rows,
         )
         self.fallbacks = Fallbacks(self._routing, self.trees, self.limit)
         shared = (self._routing, self.rows, self.hidden_states, self.costs, bounds)
         self.lookup_round, self.model_round = LookupRound(*shared), ModelRound(*shared)
-        self._bounds = bounds
+        self.bounds = bounds
         self._gaps = GapTimes()
         # What look-up drafters have for the next step.
         self._found: Found = {}
@@ -166,7 +167,7 @@ class Speculator:
     def _is_served(self, plan: DraftPlan, batch: int) -> bool:
         """Return whether a row for which the server chooses has a draft that promises as much as the model's."""
         found = self._found.get(plan.key)
-        if found is None or plan.sequence.speculation.drafter != AUTO or self._bounds.is_fixed:
+        if found is None or plan.sequence.speculation.drafter != AUTO or plan.bounds.is_fixed:
             return False
         return self.costs.best_rate(merge(found).best(1 + plan.most), batch) >= max(plan.rate, 1.0)
 
@@ -196,7 +197,7 @@ class Speculator:
             self.lookup_round,
             self.costs,
             self._gaps,
-            self._bounds,
+            self.bounds,
             drafting,
             found,
             max_depth=max_depth,

@@ -6,6 +6,7 @@ from foretoken.sampling import SamplingParams
 from tests.support.engine_harness import Harness, Request
 from tests.support.hash_target import HashTarget
 from tests.support.scripted_drafter import ScriptedDrafter
+from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.messages import SequenceKey
 from verifier_svc.scheduling.sequence import NO_SLOT, Sequence
 from verifier_svc.speculation.row_state import RowState
@@ -52,6 +53,7 @@ def test_a_row_that_ends_while_it_is_preempted_is_forgotten() -> None:
 
 
 def test_a_row_with_a_prediction_begins_in_earnest() -> None:
-    plain, predicted = RowState(has_prediction=False), RowState(has_prediction=True)
+    bounds = TreeBounds(8)
+    plain, predicted = RowState(bounds, has_prediction=False), RowState(bounds, has_prediction=True)
     assert plain.lookup_gate.is_scouting and not predicted.lookup_gate.is_scouting
     assert predicted.model_gate.is_scouting and predicted.uses_model is None

@@ -1,0 +1,153 @@
+"""What ``foretoken tune`` starts, and the config file that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafter_svc.algorithms import ALGORITHMS
+from drafter_svc.config import DrafterSettings
+from drafter_svc.drafter_spec import DrafterSpec, spec_text
+from foretoken.commands.config_file import YAML_SUFFIXES, Value
+from foretoken.commands.given import Given
+from foretoken.commands.service_settings import ServeOptions, TuneOptions, settings_of_command, verifier_stack
+from foretoken.errors import ConfigError
+from foretoken.tune.candidates import AUTO, PLAIN, Drafter, Shape, bounds_of
+from foretoken.tune.choice import Choice
+from foretoken.tune.run import check_files
+from gateway.config import GatewaySettings
+from verifier_svc.config import VerifierSettings
+
+_SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+# Flags of ``serve`` that tuning finds.
+_FOUND = {*_SHAPE, "speculative_max_batch_size"}
+# Flags of ``serve`` that name drafters.
+_OF_DRAFTERS = {"drafters", "speculative_algorithm", "speculative_draft_model_path", "speculative_token_map"}
+# The gateway's flags that say what requests mean; the others are of its network and its callers.
+_OF_REQUESTS = {"chat_template", "generation_config"}
+# Flags of the others that are of the network and of callers.
+_OF_NETWORK = {"kv_events", "kv_events_replay", "kv_events_topic", "insecure_links", "served_model_names"} | {
+    name for name in VerifierSettings.model_fields if name.startswith("link_")
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The server to start.
+
+    Attributes:
+        words: its command line, without ports.
+        specs: its drafters.
+        bounds: of its trees.
+    """
+
+    words: list[str]
+    specs: list[DrafterSpec]
+    bounds: Shape
+
+    @property
+    def drafters(self) -> list[Drafter]:
+        return [Drafter(spec.name, spec.row.runs_model) for spec in self.specs]
+
+
+def trial_of(given: Given, options: TuneOptions) -> tuple[Trial, tuple[str, ...]]:
+    """Return the server to start for MODEL, and what to say about its settings.
+
+    Raises ConfigError and CheckpointError as a start would. A hub id is downloaded.
+    """
+    fields = VerifierSettings.model_fields
+    least = Shape(1, *(int(fields[name].default) for name in _SHAPE[1:]))
+    kinds = (DrafterSettings, VerifierSettings, ServeOptions)
+    wanted = {name for kind in kinds for name in kind.model_fields} - _OF_NETWORK - _FOUND | _OF_REQUESTS
+    values: dict[str, Any] = {name: value for name, value in given.values.items() if name in wanted}
+    stack = verifier_stack(Given(values), Path("/none"), "unix:/none")
+    has_model = any(spec.row.runs_model for spec, _ in stack.drafters)
+    bounds = bounds_of(options.draft_shapes if has_model else (), least)
+    values |= dict(zip(_SHAPE[1:], bounds[1:], strict=True))
+    ignored = [_flag(name) for name in sorted(_FOUND & given.values.keys())]
+    notices = (f"{', '.join(ignored)}: tuning finds it, so what is given has no effect",) if ignored else ()
+    words = Given(values).words((GatewaySettings, *kinds))
+    return Trial(words, [spec for spec, _ in stack.drafters], bounds), (*stack.notices, *notices)
+
+
+def drafters_of(algorithms: Mapping[str, str]) -> list[Drafter]:
+    """Return a running server's drafters from their algorithms by name. An unknown algorithm may have a model."""
+    return [
+        Drafter(name, algorithm not in ALGORITHMS or ALGORITHMS[algorithm].runs_model)
+        for name, algorithm in algorithms.items()
+    ]
+
+
+def config_of(given: Given, choice: Choice, trial: Trial | None) -> dict[str, Value | bool]:
+    """Return the settings with which ``foretoken serve`` does what was chosen, by the keys of a config file.
+
+    They include what the user gave, except secrets. ``trial`` None: the server was started by somebody else, so its
+    model and drafters are not known.
+    """
+    candidate = choice.candidate
+    found: dict[str, Value | bool] = {}
+    if trial is not None:
+        specs = [spec for spec in trial.specs if candidate == AUTO or spec.name in candidate.drafters]
+        found = _given_values(given, {spec.row.field for spec in specs}, keeps_drafters=candidate == AUTO)
+        if candidate.drafters:
+            found["drafter"] = [spec_text(spec) for spec in specs]
+    if candidate == PLAIN:
+        return found | {"speculative-algorithm": "NONE"}
+    if candidate.shape is not None:
+        found |= _shape_values(_SHAPE, candidate.shape)
+    elif trial is not None:
+        # The bounds within which it was measured.
+        found |= _shape_values(_SHAPE[1:], trial.bounds[1:])
+    if choice.max_batch_size:
+        found["speculative-max-batch-size"] = str(choice.max_batch_size)
+    return found
+
+
+def _given_values(given: Given, algorithms: set[str], *, keeps_drafters: bool) -> dict[str, Value | bool]:
+    """Return what the user gave of the flags of ``serve``, without secrets and without what tuning finds.
+
+    ``algorithms``: the fields of those whose options are kept. ``keeps_drafters``: whether flags that name drafters
+    are kept.
+    """
+    left_out = _FOUND if keeps_drafters else _FOUND | _OF_DRAFTERS
+    values: dict[str, Value | bool] = {}
+    for setting in settings_of_command("serve"):
+        name, *option = setting.path
+        value = given.values.get(name)
+        if option:
+            value = (value or {}).get(option[0]) if name in algorithms else None
+        if value is not None and not setting.shown.secret and name not in left_out:
+            values[setting.key] = _as_value(value)
+    return values
+
+
+def _shape_values(names: Sequence[str], numbers: Sequence[int]) -> dict[str, Value | bool]:
+    return {_flag(name).removeprefix("--"): str(number) for name, number in zip(names, numbers, strict=True)}
+
+
+def check_options(given: Given, options: TuneOptions) -> None:
+    """Raise ConfigError for options that do not go together, and for files that cannot be written.
+
+    Flags of ``serve`` have an effect on a server that is started only; what the environment says is for other servers.
+    """
+    if (options.model is None) == (options.url is None):
+        raise ConfigError("give either MODEL, to start a server for it, or --url of a running server")
+    if options.write_config.suffix not in YAML_SUFFIXES:
+        raise ConfigError(f"--write-config: expected a name that ends in .yaml, got {options.write_config}")
+    check_files(options)
+    in_environment = {setting.path[0] for setting in settings_of_command("serve") if setting.shown.env}
+    others = given.values.keys() - TuneOptions.model_fields.keys() - in_environment
+    if options.url is not None and others:
+        raise ConfigError(f"{', '.join(map(_flag, sorted(others)))}: no effect with --url, whose server runs already")
+
+
+def _as_value(value: Any) -> Value | bool:
+    if isinstance(value, bool):
+        return value
+    return [str(item) for item in value] if isinstance(value, (tuple, list)) else str(value)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

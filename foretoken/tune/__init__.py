@@ -1,0 +1,1 @@
+"""Find the settings with which a server makes the most tokens a second: ``foretoken tune``."""

@@ -1,0 +1,111 @@
+"""Write what was found as tables, as JSON, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from foretoken.bench.picture import Mark, Picture
+from foretoken.tune.candidates import AUTO, PLAIN, Candidate
+from foretoken.tune.choice import Choice, best_of, score_of
+from foretoken.tune.tuner import Findings
+
+COLOURS = {"plain": "#718096", "auto": "#2f855a", "chosen": "#dd6b20", "best of each": "#2563eb"}
+
+
+def medians(findings: Findings) -> dict[int, dict[Candidate, float]]:
+    """Return the median of each candidate's rounds, by requests at once; nothing where nothing was measured."""
+    found = {
+        batch: {candidate: median(rounds) for candidate, rounds in measured.items() if rounds}
+        for batch, measured in findings.rates.items()
+    }
+    return {batch: rates for batch, rates in found.items() if rates}
+
+
+def to_table(findings: Findings, weights: Mapping[int, float]) -> str:
+    """Return a row for each candidate: tok/s by requests at once, in brackets where it was dropped early."""
+    rates = medians(findings)
+    candidates = list(dict.fromkeys(candidate for measured in rates.values() for candidate in measured))
+    titles = [f"{batch} at once, tok/s" for batch in rates]
+    lines = [
+        f"| candidate | {' | '.join(titles)} | of the best |",
+        f"| --- |{' ---: |' * (len(titles) + 1)}",
+    ]
+    for candidate in candidates:
+        cells = [_cell(candidate, findings.rates[batch], measured) for batch, measured in rates.items()]
+        score = score_of(candidate, rates, weights)
+        lines.append(f"| {candidate.name} | {' | '.join(cells)} | {f'{score:.2f}' if score else ''} |")
+    return "\n".join(lines)
+
+
+def to_lines(findings: Findings, choice: Choice) -> list[str]:
+    """Return sentences: the best candidate for each number of requests at once, and the one for all."""
+    lines = []
+    for batch, rates in medians(findings).items():
+        best = best_of(rates)
+        against = [
+            f"{rates[best] / rates[other]:.2f} x {other.name}"
+            for other in (PLAIN, AUTO)
+            if other in rates and other != best
+        ]
+        more = f" ({', '.join(against)})" if against else ""
+        lines.append(f"best with {batch} at once: {best.name}, {rates[best]:.0f} tok/s{more}")
+    lines.append(f"for all: {choice.name}, {choice.score:.0%} of the best of each. {_why(choice)}")
+    return lines
+
+
+def to_content(findings: Findings, choice: Choice, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return everything as JSON's values."""
+    return {
+        **facts,
+        "is_interrupted": findings.is_interrupted,
+        "seconds": round(findings.seconds, 1),
+        "num_rounds": findings.num_rounds,
+        "choice": {
+            "candidate": choice.candidate.name,
+            "max_batch_size": choice.max_batch_size,
+            "score": choice.score,
+        },
+        "best": {str(batch): best_of(rates).name for batch, rates in medians(findings).items()},
+        "tokens_per_s": {
+            str(batch): {candidate.name: rounds for candidate, rounds in measured.items()}
+            for batch, measured in findings.rates.items()
+        },
+    }
+
+
+def draw(findings: Findings, choice: Choice) -> str:
+    """Return a picture: tok/s by requests at once of the choice, the best, ``auto`` and plain decode."""
+    rates = medians(findings)
+    lines: dict[str, list[Mark]] = {}
+    for name, candidate, limit in (
+        ("plain", PLAIN, 0),
+        ("auto", AUTO, 0),
+        ("chosen", choice.candidate, choice.max_batch_size),
+    ):
+        taken = {batch: PLAIN if 0 < limit < batch else candidate for batch in rates}
+        marks = [Mark(batch, rates[batch][each], "") for batch, each in taken.items() if each in rates[batch]]
+        if marks:
+            lines[name] = marks
+    lines["best of each"] = [
+        Mark(batch, measured[best], best.name) for batch, measured in rates.items() for best in [best_of(measured)]
+    ]
+    return Picture("Tokens a second", "requests at once", lines, COLOURS).svg()
+
+
+def _cell(candidate: Candidate, measured: Mapping[Candidate, list[float]], rates: Mapping[Candidate, float]) -> str:
+    if candidate not in rates:
+        return ""
+    text = f"{rates[candidate]:.0f}"
+    if candidate == best_of(rates):
+        return f"**{text}**"
+    return text if len(measured[candidate]) == max(map(len, measured.values())) else f"({text})"
+
+
+def _why(choice: Choice) -> str:
+    if choice.candidate == PLAIN:
+        return "Plain decode is best: no drafts are worth their cost here."
+    if choice.candidate == AUTO:
+        return "No fixed candidate is 1% faster than what the server chooses by itself."
+    return "It is more than 1% faster than plain decode and than what the server chooses by itself."

@@ -1,0 +1,120 @@
+"""Start the server under test as a user would, with ``foretoken serve``, and end it with this process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from foretoken.bench.client import Address, get
+from foretoken.bench.completion import StreamError
+from foretoken.descendants import die_with
+from foretoken.errors import ConfigError, ForetokenError, UnavailableError
+from foretoken.supervisor import CONFIG_ERROR_STATUS
+
+HOST = "127.0.0.1"
+POLL_S = 0.2
+# For drafters that are not attached when the server is ready; it waits for them by itself for half a minute.
+ATTACH_S = 300.0
+# A stack that is told to stop ends within 30 s.
+STOP_S = 40.0
+
+
+@contextlib.contextmanager
+def running_server(words: Sequence[str]) -> Iterator[Address]:
+    """Run ``foretoken serve`` with these words on free ports of this machine; yield its address when it is ready.
+
+    Its messages go to stderr.
+
+    Raises:
+        ConfigError: it refused its settings, and has said why.
+        ForetokenError: it ended before it was ready.
+    """
+    port, grpc_port = _free_ports()
+    command = [sys.executable, "-P", "-m", "foretoken", "serve", *words]
+    command += ["--host", HOST, "--port", str(port), "--grpc-port", str(grpc_port)]
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        # Ctrl-C is this process's; it stops the server when it has said what it knows.
+        start_new_session=True,
+        preexec_fn=die_with(os.getpid()),
+    )
+    address = Address(HOST, port)
+    try:
+        ready_at: float | None = None
+        while (ready := _readiness(address)) != "attached":
+            if (status := child.poll()) is not None:
+                kind = ConfigError if status == CONFIG_ERROR_STATUS else ForetokenError
+                raise kind("foretoken serve ended before it was ready; it has said why")
+            ready_at = ready_at or (time.monotonic() if ready == "ready" else None)
+            if ready_at is not None and time.monotonic() - ready_at > ATTACH_S:
+                # Whoever asks for the drafters says which one is missing, and why.
+                break
+            time.sleep(POLL_S)
+        yield address
+    finally:
+        _stop(child)
+
+
+def attached_drafters(address: Address) -> dict[str, str]:
+    """Return the algorithms of a foretoken server's drafters, by name.
+
+    Raises UnavailableError for another server or none, and for a drafter that is not attached.
+    """
+    try:
+        status, body = get(address, "/version", 30.0)
+        details = json.loads(body) if status == 200 else {}
+    except (StreamError, ValueError) as error:
+        raise UnavailableError(f"{address}/version: {error}") from None
+    verifiers = details.get("verifiers") if isinstance(details, dict) else None
+    if not isinstance(verifiers, list):
+        raise UnavailableError(f"{address} is no foretoken server, or wants a key: /version has status {status}")
+    found = {}
+    for drafter in (drafter for verifier in verifiers for drafter in verifier["drafters"]):
+        if drafter["state"] == "detached":
+            continue
+        if drafter["state"] != "attached":
+            why = drafter.get("reason") or drafter["state"]
+            raise UnavailableError(f"drafter {drafter['name']} is not attached: {why}")
+        found[drafter["name"]] = drafter["algorithm"]
+    return found
+
+
+def _readiness(address: Address) -> Literal["starting", "ready", "attached"]:
+    """Return whether the server takes requests, and whether all its drafters are attached."""
+    try:
+        status, body = get(address, "/ready")
+    except StreamError:
+        return "starting"
+    if status != 200:
+        return "starting"
+    states = {drafter["state"] for verifier in json.loads(body)["verifiers"] for drafter in verifier["drafters"]}
+    return "attached" if states <= {"attached"} else "ready"
+
+
+def _free_ports() -> tuple[int, int]:
+    """Return two ports on which nobody listens now."""
+    with socket.socket() as one, socket.socket() as other:
+        for each in (one, other):
+            each.bind((HOST, 0))
+        return one.getsockname()[1], other.getsockname()[1]
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    if child.poll() is None:
+        child.terminate()
+    try:
+        child.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        # Its children end with it.
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()

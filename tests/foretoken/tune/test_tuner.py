@@ -1,0 +1,157 @@
+"""The course of a tuning, with made-up measurements: who is measured where, an interrupt, the report."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from foretoken.errors import ConfigError
+from foretoken.tune import report, tuner
+from foretoken.tune.candidates import AUTO, PLAIN, Candidate, Drafter, candidates
+from foretoken.tune.choice import choose
+from foretoken.tune.settings import TuneSettings
+from foretoken.tune.tuner import Findings, Tuner
+
+TRIED = candidates(
+    [Drafter("eagle3", has_model=True), Drafter("ngram", has_model=False)], (), TuneSettings().draft_shapes
+)
+
+
+def speed(candidate: Candidate, batch: int) -> float:
+    """Return a speed with another best candidate at each load."""
+    if candidate == PLAIN:
+        return 100.0 * batch
+    if candidate == AUTO:
+        return 110.0 * batch
+    if candidate.shape is None:
+        return 90.0 * batch
+    nodes = candidate.shape.num_draft_tokens
+    best = 8 if batch == 1 else 2
+    return (200.0 - 10 * abs(nodes - best)) * batch if nodes < 9 else 50.0 * batch
+
+
+class Made:
+    """Stands for Meter. ``calls``: batch, candidate and the round's number; None for a warm-up."""
+
+    calls: list[tuple[int, Candidate, int | None]]
+    on_call: Callable[[int], None] = staticmethod(lambda count: None)
+
+    def __init__(self, target: Any, prompts: Any, clients: Any, batch: int, *more: Any) -> None:
+        self._batch = batch
+
+    def warm_up(self, candidate: Candidate) -> None:
+        self.calls.append((self._batch, candidate, None))
+
+    def rate(self, candidate: Candidate, number: int) -> float:
+        self.calls.append((self._batch, candidate, number))
+        type(self).on_call(len(self.calls))
+        return speed(candidate, self._batch)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> type[Made]:
+    kind = type("Made", (Made,), {"calls": []})
+    monkeypatch.setattr(tuner, "Meter", kind)
+    return kind
+
+
+def tune(**values: Any) -> tuple[Findings, list[str], Tuner]:
+    lines: list[str] = []
+    settings = TuneSettings.model_validate(values)
+    made = Tuner(settings, TRIED, None, None, None, lines.append)  # type: ignore[arg-type]
+    return made.run(), lines, made
+
+
+def test_it_takes_a_fifth_of_the_grids_rounds_and_finds_each_loads_best(made: type[Made]) -> None:
+    findings, lines, course = tune(max_concurrency="1,16")
+    assert course.num_grid_rounds == 2 * 24 * len(TRIED)
+    assert 0.15 * course.num_grid_rounds < findings.num_rounds <= 0.2 * course.num_grid_rounds
+    rates = report.medians(findings)
+    assert {batch: max(found, key=found.__getitem__).name for batch, found in rates.items()} == {
+        1: "eagle3 7-1-8",
+        16: "eagle3 1-1-2",
+    }
+    # Each load's winner is measured for longer at the other one, where it was dropped early.
+    by_name = {candidate.name: candidate for candidate in TRIED}
+    dropped_first = min(map(len, findings.rates[1].values()))
+    assert len(findings.rates[1][by_name["eagle3 1-1-2"]]) > dropped_first
+    assert any("more rounds of eagle3 1-1-2" in line for line in lines)
+    # Rounds of a candidate are numbered: the same number has the same prompts for all.
+    for batch in (1, 16):
+        for candidate in TRIED:
+            numbers = [number for b, c, number in made.calls if (b, c) == (batch, candidate)]
+            assert numbers == [None, *range(len(numbers) - 1)]
+
+
+def test_a_budget_of_1_is_the_full_grid(made: type[Made]) -> None:
+    findings, _, course = tune(max_concurrency="1,4", budget="1", num_rounds="5")
+    assert findings.num_rounds == course.num_grid_rounds == 2 * 5 * len(TRIED)
+    assert {len(rounds) for found in findings.rates.values() for rounds in found.values()} == {5}
+
+
+def test_too_small_a_budget_is_refused_by_its_flag(made: type[Made]) -> None:
+    with pytest.raises(ConfigError, match="--budget: needs at least 30 rounds for 13 candidates, and may use 12"):
+        tune(max_concurrency="1", budget="0.04")
+
+
+@pytest.mark.parametrize(("at", "batches"), [(20, {1}), (60, {1}), (100, {1, 16})])
+def test_an_interrupt_ends_it_with_what_can_be_compared(
+    at: int, batches: set[int], made: type[Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(count: int) -> None:
+        if count == at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(made, "on_call", staticmethod(interrupt))
+    findings, _, _ = tune(max_concurrency="1,16")
+    assert findings.is_interrupted and set(findings.rates) == batches
+    choice = choose(report.medians(findings), dict.fromkeys(batches, 1.0))
+    assert choice.score > 0
+
+
+def test_the_report_names_the_best_and_why_one_is_chosen(made: type[Made]) -> None:
+    findings, _, _ = tune(max_concurrency="1,16")
+    weights = {1: 1.0, 16: 1.0}
+    choice = choose(report.medians(findings), weights)
+    table = report.to_table(findings, weights)
+    assert re.search(r"\| eagle3 7-1-8 \| \*\*200\*\* \|", table)
+    assert re.search(r"\| eagle3 7-8-32 \| \(50\) \| \(800\) \|", table)
+    lines = report.to_lines(findings, choice)
+    assert lines[0] == "best with 1 at once: eagle3 7-1-8, 200 tok/s (2.00 x plain, 1.82 x auto)"
+    assert lines[-1].startswith(f"for all: {choice.name}, ") and "more than 1% faster" in lines[-1]
+    content = json.loads(json.dumps(report.to_content(findings, choice, {"model": "m"})))
+    assert content["best"] == {"1": "eagle3 7-1-8", "16": "eagle3 1-1-2"} and content["model"] == "m"
+    picture = ElementTree.fromstring(report.draw(findings, choice))
+    texts = {element.text for element in picture.iter() if element.tag.endswith("text")}
+    assert {"plain", "auto", "chosen", "best of each", "eagle3 7-1-8"} <= texts
+
+
+def test_it_says_so_when_plain_decode_or_auto_is_best() -> None:
+    for best, words in ((PLAIN, "Plain decode is best"), (AUTO, "No fixed candidate is 1% faster")):
+        findings = Findings({1: {PLAIN: [100.0], AUTO: [90.0], TRIED[2]: [80.0]}})
+        findings.rates[1][best] = [100.0]
+        if best == AUTO:
+            findings.rates[1][PLAIN] = [50.0]
+        choice = choose(report.medians(findings), {1: 1.0})
+        assert choice.candidate == best and words in report.to_lines(findings, choice)[-1]
+
+
+def test_settings_are_split_at_commas_and_checked(tmp_path: Path) -> None:
+    settings = TuneSettings.model_validate({"max_concurrency": ("16,1", "4"), "weights": "1,2,3", "shapes": "3-1-4"})
+    assert settings.batches == (1, 4, 16) and settings.weight_of == {16: 1.0, 1: 2.0, 4: 3.0}
+    assert settings.draft_shapes == ((3, 1, 4),)
+    assert [settings.round_size(batch) for batch in settings.batches] == [4, 8, 32]
+    for values, words in (
+        ({"weights": "1,2"}, "as many numbers as --max-concurrency"),
+        ({"max_concurrency": "0"}, "expected numbers above 0"),
+        ({"shapes": "3-1-9"}, "a chain of 3 levels has 4 nodes"),
+        ({"dataset_path": tmp_path}, "--dataset-path belongs to"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            TuneSettings.model_validate(values)
