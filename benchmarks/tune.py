@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4,16", help="requests at once, by commas")
     parser.add_argument("--shapes", default="", help="shapes to try; default: those of foretoken tune")
     parser.add_argument("--rounds", type=int, default=24, help="rounds of each candidate in the grid")
+    parser.add_argument("--budget", type=float, default=0.2, help="share of the grid's rounds for tuning")
     parser.add_argument("--pairs", type=int, default=NUM_PAIRS, help="pairs that decide")
     parser.add_argument("--by-flags", type=parse_shape, metavar="S-K-N", help="hold this shape by request and by flags")
     parser.add_argument("--quick", action="store_true", help="a run to see that all works; no bar is judged")
@@ -210,7 +211,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, running_clients(1) as clients, terminable():
         prompts = Path(folder) / "prompts.jsonl"
         write_prompts(prompts)
-        values = {"max_concurrency": options.batches, "num_rounds": options.rounds, "output_len": OUTPUT_LEN}
+        values: dict[str, Any] = {
+            "max_concurrency": options.batches,
+            "num_rounds": options.rounds,
+            "output_len": OUTPUT_LEN,
+        }
+        values["budget"] = options.budget
         if options.shapes:
             values["shapes"] = options.shapes
         settings = TuneSettings.model_validate(values | {"dataset_name": "file", "dataset_path": prompts})
