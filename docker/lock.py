@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from requirements import requirements
+from requirements import extra, requirements
 
 FOLDER = Path("docker/locks")
 NO_TORCH = {"torch", "numba", "llvmlite", "llguidance"}
@@ -51,8 +51,11 @@ def main(uv: str) -> None:
     """Write all locks."""
     pyproject = Path("pyproject.toml")
     FOLDER.mkdir(exist_ok=True)
-    write("gateway", compile_lock(uv, "-", text="\n".join(requirements(pyproject, NO_TORCH))))
-    write("engine", without(compile_lock(uv, "--extra", "kv-events", str(pyproject)), TORCH, TRITON))
+    # Images can send spans.
+    gateway = [*requirements(pyproject, NO_TORCH), *extra(pyproject, "otlp")]
+    write("gateway", compile_lock(uv, "-", text="\n".join(gateway)))
+    engine = compile_lock(uv, "--extra", "kv-events", "--extra", "otlp", str(pyproject))
+    write("engine", without(engine, TORCH, TRITON))
     write("gpu", compile_lock(uv, "--extra", "gpu", "--extra", "kv-events", "--extra", "otlp", str(pyproject)))
     # The tests interpret Triton kernels without a GPU.
     write("dev", without(compile_lock(uv, "--extra", "dev", str(pyproject), "-", text="editables\n"), TORCH))

@@ -22,10 +22,14 @@ CONSTRAINTS = dict(
 )
 # By lock: the requirements that it must satisfy, PyTorch apart where it is installed before.
 NEEDED: dict[str, list[str]] = {
-    "gateway": [one for one in PROJECT["dependencies"] if Requirement(one).name not in NO_TORCH],
+    "gateway": [
+        *(one for one in PROJECT["dependencies"] if Requirement(one).name not in NO_TORCH),
+        *EXTRAS["otlp"],
+    ],
     "engine": [
         *(one for one in PROJECT["dependencies"] if Requirement(one).name != "torch"),
         *EXTRAS["kv-events"],
+        *EXTRAS["otlp"],
     ],
     "gpu": [*PROJECT["dependencies"], *EXTRAS["gpu"], *EXTRAS["kv-events"], *EXTRAS["otlp"]],
     "dev": [*(one for one in PROJECT["dependencies"] if Requirement(one).name != "torch"), *EXTRAS["dev"]],

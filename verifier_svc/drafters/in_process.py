@@ -73,6 +73,9 @@ class InProcessClient(DraftSource):
         if self._clock() >= self._gauges_at:
             self._look_at_gauges()
 
+    def trace_sequence(self, slot: int, generation: int, parent: TraceContext) -> None:
+        """Do nothing: a drafter in the verifier's process has no spans beside the verifier's."""
+
     def _look_at_gauges(self) -> None:
         """Read the gauges, on the engine thread after a draft; without drafts they stay as they are."""
         self._gauges_at = self._clock() + GAUGES_EVERY_S
