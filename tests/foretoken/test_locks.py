@@ -112,8 +112,8 @@ def test_engine_and_dev_hold_what_pytorch_needs() -> None:
 def test_images_install_from_the_locks_alone() -> None:
     lines = (ROOT / "docker" / "Dockerfile").read_text().splitlines()
     installs = [line for line in lines if "--requirement" in line]
-    assert len(installs) == 2 and all("--require-hashes --no-deps" in line for line in installs)
-    assert {f"COPY docker/locks/{name}.txt ./" for name in ("gateway", "engine")} <= set(lines)
+    assert len(installs) == 3 and all("--require-hashes --no-deps" in line for line in installs)
+    assert {f"COPY docker/locks/{name}.txt ./" for name in ("gateway", "engine", "gpu")} <= set(lines)
 
 
 def test_the_workflow_pins_its_actions_and_audits_every_lock() -> None:
