@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.compose.conftest import ROOT, SERVICES, Deployment, docker, wait_until
+from tests.compose.test_images import PROFILES
 
 # Building the images is part of it.
 pytestmark = [pytest.mark.compose, pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -91,6 +92,13 @@ def undisturbed(up: Deployment) -> tuple[str, ...]:
 
 def test_both_folders_mean_the_same_project(deployment: Deployment) -> None:
     assert deployment.compose("config") == deployment.compose("config", folder=ROOT / "docker")
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_compose_reads_each_profile(deployment: Deployment, profile: str) -> None:
+    # Version 1 lists the services of all profiles.
+    found = set(deployment.compose("--profile", profile, "config", "--services").split())
+    assert found >= PROFILES[profile]
 
 
 def test_the_text_comes_through_the_arena_of_the_other_container(up: Deployment, undisturbed: tuple[str, ...]) -> None:
