@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from foretoken.commands.service_settings import settings_of_command
+
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
@@ -83,6 +85,14 @@ def test_a_profile_has_what_its_services_depend_on_and_one_service_at_each_socke
     commands = [word for service in services.values() for word in service.get("command", ())]
     for socket in ("verifier", "drafter"):
         assert commands.count(f"--address=unix:/run/foretoken/{socket}.sock") == 1
+
+
+def test_commands_have_flags_that_their_services_take() -> None:
+    commands = [service["command"] for service in SERVICES.values() if service.get("command") and "build" in service]
+    assert [command[0] for command in commands] == ["gateway", "verifier", "drafter", "gateway", "verifier", "drafter"]
+    for service, *words in commands:
+        known = {setting.flag for setting in settings_of_command(service)}
+        assert {word.split("=")[0] for word in words if word.startswith("--")} <= known
 
 
 def test_nothing_waits_for_a_drafter() -> None:

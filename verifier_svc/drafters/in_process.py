@@ -9,6 +9,7 @@ from collections.abc import Callable
 from foretoken.drafter import Drafter
 from foretoken.drafting import TargetInfo
 from foretoken.models.target_weights import TargetWeights
+from foretoken.tracing import TraceContext
 from foretoken.transports.transport import DraftTransport, InProcessTransport, probe_request
 from verifier_svc.drafters.device_offer import ResidentOffer
 from verifier_svc.drafters.source import GAUGES_EVERY_S, DraftSource, checked_gauges
