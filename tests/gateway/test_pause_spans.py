@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +18,9 @@ from tests.support.collector import ReceivedSpan, collecting
 pytestmark = pytest.mark.anyio
 
 
-async def traced(settings: GatewaySettings, tokenizer: Tokenizer, play) -> tuple[ReceivedSpan, list[ReceivedSpan]]:  # type: ignore[no-untyped-def]
+async def traced(
+    settings: GatewaySettings, tokenizer: Tokenizer, play: Callable[[Deployment], Awaitable[None]]
+) -> tuple[ReceivedSpan, list[ReceivedSpan]]:
     """Return the one request's span and its children, in the order in which they ended."""
     with collecting() as collector:
         async with deployment(settings, tokenizer, otlp_traces_endpoint=collector.endpoint) as running:
@@ -61,6 +66,19 @@ async def test_a_request_that_finds_no_verifier_shows_its_wait(settings: Gateway
     request, (wait,) = await traced(settings, tokenizer, play)
     assert (wait.name, wait.is_error) == ("wait for a verifier", False)
     assert request.attributes["foretoken.resumes"] == 0
+
+
+async def test_requests_are_served_while_no_collector_listens(
+    settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As under Compose without what watches: the socket is not there."""
+    caplog.set_level(logging.INFO)
+    async with deployment(settings, tokenizer, otlp_traces_endpoint=f"unix:{tmp_path}/otlp.sock") as running:
+        verifier = await running.start(steps([65, 66]))
+        assert (await ask(running)).status_code == 200
+        # The verifier still gets a context, of the span that nobody takes.
+        assert verifier.submitted[0].traceparent
+    assert [record for record in caplog.records if record.name.startswith(("foretoken.span", "opentelemetry"))] == []
 
 
 async def test_a_resume_that_never_comes_fails_with_the_request(
