@@ -37,6 +37,8 @@ AXE := $(VENV)/axe/node_modules/axe-core/axe.min.js
 SITE := $(VENV)/.site
 # What checks the files of a release.
 TWINE := $(VENV)/.twine-7.0.0
+# What tests of traces and of the dashboard need besides: a collector that is not ours, and Grafana's models of its schema.
+OBSERVABILITY := $(VENV)/.observability
 # What writes the locks.
 UV := $(VENV)/.uv-0.13.9
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
@@ -46,7 +48,7 @@ PROTOC := python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_pyth
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-all test-clients test-compose test-kubernetes test-lowest test-page test-ray test-ray-short bench bench-drafters bench-load bench-tune bench-routing bench-gpu-check bench-serving-check chaos lint format docs site dist proto locks setup clean
+.PHONY: help serve test test-all test-clients test-compose test-kubernetes test-lowest test-observability observability-tools test-page test-ray test-ray-short bench bench-drafters bench-load bench-tune bench-routing bench-gpu-check bench-serving-check chaos lint format docs site dist proto locks setup clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -65,6 +67,11 @@ test-compose: $(DEV) ## Build the images, run the containers, kill them.
 
 test-kubernetes: $(KUBERNETES) ## Render the chart, check it, run its pods as processes; put Envoy in front.
 	@$(BIN)/python -m pytest --kubernetes -rs tests/kubernetes $(ARGS)
+
+test-observability: $(OBSERVABILITY) ## Test alerts, dashboard and traces with Prometheus, Grafana's models, a collector.
+	@$(BIN)/python -m pytest -rs tests/observability $(ARGS)
+
+observability-tools: $(OBSERVABILITY)
 
 bench: $(DEV) ## Measure speculative against plain decoding.
 	@$(BIN)/python -m benchmarks.run $(ARGS)
@@ -221,6 +228,11 @@ $(PAGE): $(DEV)
 	@command -v chromium > /dev/null || $(BIN)/python -m playwright install chromium
 	@command -v npm > /dev/null || { echo "foretoken: npm installs axe-core; install it (Debian, Ubuntu: sudo apt install npm)" >&2; exit 1; }
 	@npm install --silent --no-audit --no-fund --prefix $(VENV)/axe axe-core@4.14.1
+	@touch $@
+
+$(OBSERVABILITY): $(DEV)
+	@echo "Installing Rotel and Grafana's models"
+	@$(PIP_INSTALL) rotel==0.0.1a15 'grafana-foundation-sdk==1769699998!10.1.0'
 	@touch $@
 
 $(GENERATOR): | $(BIN)/python

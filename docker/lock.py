@@ -13,7 +13,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from requirements import requirements
+from requirements import extra, requirements
 
 FOLDER = Path("docker/locks")
 SITE = Path("docs/site/requirements.txt")
@@ -54,8 +54,11 @@ def main(uv: str) -> None:
     """Write all locks."""
     pyproject = Path("pyproject.toml")
     FOLDER.mkdir(exist_ok=True)
-    write(FOLDER / "gateway.txt", compile_lock(uv, "-", text="\n".join(requirements(pyproject, NO_TORCH))))
-    write(FOLDER / "engine.txt", without(compile_lock(uv, "--extra", "kv-events", str(pyproject)), TORCH, TRITON))
+    # Images can send spans.
+    gateway = [*requirements(pyproject, NO_TORCH), *extra(pyproject, "otlp")]
+    write(FOLDER / "gateway.txt", compile_lock(uv, "-", text="\n".join(gateway)))
+    engine = compile_lock(uv, "--extra", "kv-events", "--extra", "otlp", str(pyproject))
+    write(FOLDER / "engine.txt", without(engine, TORCH, TRITON))
     gpu = ("--extra", "gpu", "--extra", "kv-events", "--extra", "otlp")
     write(FOLDER / "gpu.txt", compile_lock(uv, *gpu, str(pyproject)))
     # The tests interpret Triton kernels without a GPU.

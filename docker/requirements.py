@@ -20,5 +20,11 @@ def requirements(pyproject: Path, without: set[str]) -> list[str]:
     return [requirement for name, requirement in by_name.items() if name not in without]
 
 
+def extra(pyproject: Path, name: str) -> list[str]:
+    """Return the requirements of one of the project's extras."""
+    found: list[str] = tomllib.loads(pyproject.read_text())["project"]["optional-dependencies"][name]
+    return found
+
+
 if __name__ == "__main__":
     print(*requirements(Path("pyproject.toml"), set(sys.argv[1:])), sep="\n")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, Field, create_model, model_validator
 
 from drafter_svc.algorithms import ALGORITHMS, algorithm_names, all_keys, find_algorithm
-from foretoken.common_settings import ComputeSettings, ListenerSettings
+from foretoken.common_settings import ComputeSettings, ListenerSettings, TracingSettings
 from foretoken.config import Flag, flag_of
 from foretoken.drafter_names import DrafterName
 
@@ -36,7 +36,7 @@ def with_options(kind: type[Kind]) -> type[Kind]:
 
 
 @with_options
-class DrafterSettings(ComputeSettings, ListenerSettings):
+class DrafterSettings(ComputeSettings, ListenerSettings, TracingSettings):
     """Settings of one drafter process."""
 
     name: Annotated[DrafterName, Flag(leads=True)] = Field(

@@ -17,6 +17,7 @@ from drafter_svc.thread import DrafterThread
 from foretoken import rpc
 from foretoken.drafter import Drafter
 from foretoken.links import check_listener, read_credentials
+from foretoken.tracing import make_tracer
 from protos import drafter_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -47,14 +48,16 @@ async def serve(settings: DrafterSettings, make: Callable[[], Drafter], spin_us:
     """
     credentials = read_credentials(settings)
     check_listener(settings.address, credentials, is_insecure=settings.insecure_links)
+    tracer = make_tracer(settings.otlp_traces_endpoint, "drafter")
     with rpc.stop_signals() as stop:
         server = rpc.link_server(settings.address, credentials)
         health = rpc.Health(server, (SERVICE_NAME,))
         await health.mark(False)
         rpc.bind(server, settings.address, credentials)
-        thread = DrafterThread(make, spin_us)
+        thread = DrafterThread(make, spin_us, counts_rounds=tracer is not None)
         try:
-            drafter_pb2_grpc.add_DrafterServiceServicer_to_server(DrafterService(settings.name, thread), server)
+            service = DrafterService(settings.name, thread, tracer)
+            drafter_pb2_grpc.add_DrafterServiceServicer_to_server(service, server)
             await server.start()
             logger.info("drafter %s (%s) is warming up", settings.name, settings.algorithm)
             stopped = asyncio.ensure_future(stop.wait())
@@ -76,3 +79,5 @@ async def serve(settings: DrafterSettings, make: Callable[[], Drafter], spin_us:
             await asyncio.to_thread(thread.stop)
             await server.stop(STOP_GRACE_S)
             rpc.remove_socket(settings.address)
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)

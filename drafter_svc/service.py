@@ -10,15 +10,17 @@ from typing import Any
 
 from drafter_svc.session import Attachment
 from drafter_svc.thread import DrafterThread
-from foretoken import __version__, limits
+from foretoken import __version__, limits, tracing
 from foretoken.corpora import Corpora, CorpusInfo, token_ids_from
 from foretoken.drafting import TargetInfo
 from foretoken.errors import InvalidRequestError, PreconditionError, UnavailableError
+from foretoken.tracing import Tracer
 from foretoken.transports.arena_layout import LAYOUT_VERSION
 from foretoken.transports.draft_wire import batch_to_proto, needs_to_proto, request_from_proto, target_from_proto
 from foretoken.transports.transport import ROWS_PER_SLOT
 from protos import drafter_pb2, drafter_pb2_grpc
 
+SPAN_NAME = "draft"
 SERVICE_NAME: str = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"].full_name
 
 
@@ -28,10 +30,11 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
     Raises ForetokenErrors, which foretoken.rpc turns into gRPC statuses.
     """
 
-    def __init__(self, name: str, thread: DrafterThread) -> None:
-        """``name``: the drafter's name in requests and metrics."""
+    def __init__(self, name: str, thread: DrafterThread, tracer: Tracer | None = None) -> None:
+        """``name``: the drafter's name in requests and metrics. ``tracer``: None: tracing is off."""
         self._name = name
         self._thread = thread
+        self._tracer = tracer
 
     async def Prepare(self, request: drafter_pb2.PrepareRequest, context: Any) -> drafter_pb2.PrepareResponse:
         self._check_ready()
@@ -80,6 +83,26 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
     async def Release(self, request: drafter_pb2.ReleaseRequest, context: Any) -> drafter_pb2.ReleaseResponse:
         await asyncio.wrap_future(self._thread.release(request.epoch, list(request.slots)))
         return drafter_pb2.ReleaseResponse()
+
+    async def TraceSequence(
+        self, request: drafter_pb2.TraceSequenceRequest, context: Any
+    ) -> drafter_pb2.TraceSequenceResponse:
+        parent = tracing.trace_context(request.traceparent, request.tracestate)
+        attachment = self._thread.attachment
+        if self._tracer is not None and parent is not None and attachment is not None:
+            rounds = await asyncio.wrap_future(self._thread.rounds(request.epoch, request.slot, request.generation))
+            algorithm = await asyncio.wrap_future(self._thread.algorithm())
+            if rounds is not None:
+                attributes: tracing.Attributes = {
+                    tracing.SPEC_DRAFTER: self._name,
+                    tracing.SPEC_ALGORITHM: algorithm,
+                    tracing.SPEC_TRANSPORT: attachment.transport,
+                    tracing.SPEC_ROUNDS: rounds.num_rounds,
+                    tracing.SPEC_TOKENS_SENT: rounds.num_tokens,
+                    tracing.SPEC_DRAFT_TIME: rounds.busy_s,
+                }
+                self._tracer.record(SPAN_NAME, parent, rounds.began_ns, rounds.ended_ns, attributes)
+        return drafter_pb2.TraceSequenceResponse()
 
     async def GetInfo(self, request: drafter_pb2.GetInfoRequest, context: Any) -> drafter_pb2.GetInfoResponse:
         self._check_ready()

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from concurrent.futures import Future
 from typing import Literal
 
+from drafter_svc.rounds import RoundCounts, SequenceRounds
 from foretoken.corpora import Corpora, HoldsCorpora
 from foretoken.drafter import Drafter, DraftsResident
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
@@ -42,12 +44,16 @@ class Attachment:
 class Session:
     """A drafter with its attachment, if there is one, and the attachment's arena."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, *, counts_rounds: bool = False) -> None:
+        """``counts_rounds``: whether ``rounds`` will be asked for."""
         self.drafter = drafter
         self.attachment: Attachment | None = None
         self.peer: ArenaPeer | None = None
         # The drafter, while it has device memory of the attachment.
         self._resident: DraftsResident | None = None
+        self._counts_rounds = counts_rounds
+        # Of the attachment, if rounds are counted.
+        self._rounds: RoundCounts | None = None
 
     def attach(self, epoch: int, target: TargetInfo, arena_socket: str) -> tuple[Attachment, str, bytes]:
         """As DrafterThread.attach."""
@@ -69,6 +75,7 @@ class Session:
             undo.pop_all()
         self.peer = peer
         self.attachment = Attachment(epoch, target, needs, "grpc" if peer is None else "shared-memory")
+        self._rounds = RoundCounts(target.max_slots) if self._counts_rounds else None
         logger.info("attached over %s: epoch %d, %s", self.attachment.transport, epoch, target)
         return self.attachment, self.drafter.algorithm, b"" if peer is None else peer.digest
 
@@ -82,10 +89,15 @@ class Session:
         if attachment is not self.attachment:
             raise UnavailableError("the attachment has ended")
         try:
-            return answer(self.drafter, request)
+            return self._answer(request)
         except Exception as error:
             self._fail(error)
             raise UnavailableError(f"the drafter failed: {error!r}") from error
+
+    def rounds(self, epoch: int, slot: int, generation: int) -> SequenceRounds | None:
+        """As DrafterThread.rounds."""
+        is_current = self.attachment is not None and self.attachment.epoch == epoch
+        return self._rounds.take(slot, generation) if is_current and self._rounds is not None else None
 
     def release(self, epoch: int, slots: list[int]) -> None:
         """As DrafterThread.release."""
@@ -108,7 +120,7 @@ class Session:
                     self.drafter.release(request)
                     peer.reply(None)
                 else:
-                    peer.reply(answer(self.drafter, request))
+                    peer.reply(self._answer(request))
         except TransportClosedError as error:
             self.end(str(error))
         except Exception as error:
@@ -157,6 +169,14 @@ class Session:
         except Exception as error:
             logger.error("the drafter failed to release its sequences", exc_info=error)
         attachment.ended.set_result(reason)
+
+    def _answer(self, request: DraftRequest) -> DraftBatch:
+        if self._rounds is None:
+            return answer(self.drafter, request)
+        began_ns = time.time_ns()
+        batch = answer(self.drafter, request)
+        self._rounds.count(request, began_ns, time.time_ns())
+        return batch
 
     def _check_free(self, epoch: int) -> None:
         if self.peer is not None:

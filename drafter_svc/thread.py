@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from drafter_svc.rounds import SequenceRounds
 from drafter_svc.session import Attachment, Session
 from foretoken.corpora import Corpora
 from foretoken.drafter import Drafter
@@ -33,11 +34,15 @@ class DrafterThread:
     Its methods may be called from any thread; their futures resolve in this one.
     """
 
-    def __init__(self, make_drafter: Callable[[], Drafter], spin_us: int | None = None) -> None:
+    def __init__(
+        self, make_drafter: Callable[[], Drafter], spin_us: int | None = None, *, counts_rounds: bool = False
+    ) -> None:
         """Start the thread.
 
         It calls ``make_drafter`` once. ``spin_us``: as for Waiter; None: ``default_spin_us``.
+        ``counts_rounds``: whether ``rounds`` returns something.
         """
+        self._counts_rounds = counts_rounds
         self._spin_us = default_spin_us() if spin_us is None else spin_us
         self._wake = Doorbell()
         self._commands: deque[tuple[Callable[[Session], Any], Future[Any]]] = deque()
@@ -80,6 +85,10 @@ class DrafterThread:
     def release(self, epoch: int, slots: list[int]) -> Future[None]:
         """Forget slots. Raises PreconditionError if the attachment has another epoch."""
         return self._submit(lambda session: session.release(epoch, slots))
+
+    def rounds(self, epoch: int, slot: int, generation: int) -> Future[SequenceRounds | None]:
+        """Return what was done for a sequence, and forget it; None if nothing is known of it."""
+        return self._submit(lambda session: session.rounds(epoch, slot, generation))
 
     def gauges(self) -> Future[dict[str, float]]:
         """Return the drafter's gauges."""
@@ -125,7 +134,7 @@ class DrafterThread:
 
     def _run(self, make_drafter: Callable[[], Drafter]) -> None:
         try:
-            session = self._session = Session(make_drafter())
+            session = self._session = Session(make_drafter(), counts_rounds=self._counts_rounds)
         except BaseException as error:
             with self._lock:
                 self._stopping = True

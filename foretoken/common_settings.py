@@ -50,7 +50,19 @@ class ListenerSettings(LinkSettings):
     )
 
 
-class ServedModelSettings(LinkSettings):
+class TracingSettings(Settings):
+    """Settings of every service that makes spans."""
+
+    otlp_traces_endpoint: Annotated[
+        str | None, Flag(metavar="URL", env="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", unset="no spans")
+    ] = Field(
+        default=None,
+        description="Send spans to this OpenTelemetry collector (OTLP over gRPC): http://host:4317, or unix:/path, "
+        "where spans are dropped while there is no such socket.",
+    )
+
+
+class ServedModelSettings(LinkSettings, TracingSettings):
     """Settings of gateways and verifiers."""
 
     model: Annotated[Path, Flag("MODEL")] = Field(description="Folder or hub id of the checkpoint.")
@@ -69,11 +81,6 @@ class ServedModelSettings(LinkSettings):
     )
     drain_timeout_s: Annotated[float, Flag("--drain-timeout")] = Field(
         default=20.0, ge=0, description="Seconds that running streams have to finish after SIGTERM."
-    )
-    otlp_traces_endpoint: Annotated[
-        str | None, Flag(metavar="URL", env="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", unset="no spans")
-    ] = Field(
-        default=None, description="Send spans to this OpenTelemetry collector: http://host:4317 (OTLP over gRPC)."
     )
 
     @model_validator(mode="before")

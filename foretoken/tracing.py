@@ -3,6 +3,9 @@
 W3C trace context is passed on as strings, unchanged. Without an endpoint there is no tracer, and
 OpenTelemetry's tracing is not imported. Attributes are named by OpenTelemetry's GenAI conventions,
 which are still in development, so the names appear only in this module.
+
+A collector that is slow, refuses spans or is not there costs spans and one line in the log. Requests
+never wait for it: spans wait in a bounded queue, and a thread sends them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from foretoken import __version__
+from foretoken.address import UNIX_PREFIX
 from foretoken.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,8 +58,15 @@ SPEC_STEPS = "spec.steps"
 SPEC_DRAFT_TOKENS = "spec.draft_tokens"
 SPEC_ACCEPTED_TOKENS = "spec.accepted_tokens"
 SPEC_FALLBACK_STEPS = "spec.fallback_steps"
+SPEC_ACCEPTED_PER_POSITION = "spec.accepted_tokens_per_position"
+SPEC_ROUNDS = "spec.rounds"
+SPEC_TOKENS_SENT = "spec.tokens_sent"
+SPEC_ALGORITHM = "spec.algorithm"
+SPEC_TRANSPORT = "spec.transport"
+# Seconds.
+SPEC_DRAFT_TIME = "spec.draft_time"
 
-Value = str | int | float | bool | list[str]
+Value = str | int | float | bool | list[str] | list[int]
 Attributes = Mapping[str, Value]
 
 # How long a stop waits for a collector that does not take the last spans.
@@ -89,12 +100,26 @@ def trace_context(traceparent: str | None, tracestate: str | None = None) -> Tra
 class Span:
     """One running span."""
 
-    def __init__(self, span: OtelSpan, context: TraceContext) -> None:
-        self._span = span
+    def __init__(self, span: OtelSpan, context: TraceContext, tracer: Tracer) -> None:
+        self._span, self._tracer = span, tracer
         self.context = context
 
-    def end(self, attributes: Attributes, error: str | None = None) -> None:
-        """End the span; ``error`` is the kind of failure, None after success."""
+    @property
+    def is_recording(self) -> bool:
+        """Whether the span will be sent: its trace is sampled, and it has not ended."""
+        return self._span.is_recording()
+
+    def child(
+        self, name: str, began_ns: int, ended_ns: int, attributes: Attributes, error: str | None = None
+    ) -> TraceContext:
+        """Record a child that is over, and return its context.
+
+        ``began_ns``, ``ended_ns``: as time.time_ns(). ``error``: as for ``end``.
+        """
+        return self._tracer.record(name, self.context, began_ns, ended_ns, attributes, error)
+
+    def end(self, attributes: Attributes, error: str | None = None, ended_ns: int | None = None) -> None:
+        """End the span, now or at ``ended_ns``; ``error`` is the kind of failure, None after success."""
         if self._span.is_recording():
             self._span.set_attributes(dict(attributes))
             if error is not None:
@@ -102,7 +127,7 @@ class Span:
 
                 self._span.set_attribute(ERROR_TYPE, error)
                 self._span.set_status(StatusCode.ERROR)
-        self._span.end()
+        self._span.end(ended_ns)
 
 
 class Tracer:
@@ -124,8 +149,9 @@ class Tracer:
         attributes: Attributes,
         *,
         kind: Literal["server", "internal"],
+        began_ns: int | None = None,
     ) -> Span:
-        """Start a span; without a parent it starts a trace."""
+        """Start a span, now or at ``began_ns``; without a parent it starts a trace."""
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind, set_span_in_context
 
@@ -138,10 +164,25 @@ class Tracer:
             context,
             SpanKind.SERVER if kind == "server" else SpanKind.INTERNAL,
             dict(attributes),
+            start_time=began_ns,
         )
         own: dict[str, str] = {}
         self._propagator.inject(own, set_span_in_context(span, context))
-        return Span(span, TraceContext(own["traceparent"], own.get("tracestate")))
+        return Span(span, TraceContext(own["traceparent"], own.get("tracestate")), self)
+
+    def record(
+        self,
+        name: str,
+        parent: TraceContext,
+        began_ns: int,
+        ended_ns: int,
+        attributes: Attributes,
+        error: str | None = None,
+    ) -> TraceContext:
+        """Record an internal span that is over, and return its context. See Span.child."""
+        span = self.start(name, parent, attributes, kind="internal", began_ns=began_ns)
+        span.end({}, error, ended_ns)
+        return span.context
 
     def close(self) -> None:
         """Send the remaining spans. Blocks for FLUSH_TIMEOUT_S at most."""
@@ -159,8 +200,9 @@ def check_endpoint(endpoint: str | None) -> None:
     if endpoint is None:
         return
     url = urlsplit(endpoint)
-    if url.scheme not in ("http", "https") or not url.netloc:
-        raise ConfigError(f"--otlp-traces-endpoint: expected http://host:port, got {endpoint!r}")
+    is_socket = endpoint.startswith(f"{UNIX_PREFIX}/")
+    if not is_socket and (url.scheme not in ("http", "https") or not url.netloc):
+        raise ConfigError(f"--otlp-traces-endpoint: expected http://host:port or unix:/path, got {endpoint!r}")
     try:
         # Importing it would load gRPC, which a supervisor does not need.
         version(_EXPORTER)
@@ -176,15 +218,15 @@ def _no_exporter() -> ConfigError:
 def make_tracer(endpoint: str | None, service: str) -> Tracer | None:
     """Return a tracer that sends to a collector over OTLP and gRPC; None without an endpoint.
 
-    ``endpoint``: http://host:port or https://host:port. OpenTelemetry's environment variables set
-    headers, certificates, timeout and sampling. Raises ConfigError for another endpoint, or if the
-    exporter is not installed.
+    ``endpoint``: http://host:port, https://host:port or unix:/path. OpenTelemetry's environment
+    variables set headers, certificates, timeout and sampling. Raises ConfigError for another
+    endpoint, or if the exporter is not installed.
     """
     if endpoint is None:
         return None
     check_endpoint(endpoint)
     try:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from foretoken.span_exporter import CollectorExporter
     except ImportError as error:
         raise _no_exporter() from error
     from opentelemetry.sdk.resources import Resource
@@ -193,6 +235,6 @@ def make_tracer(endpoint: str | None, service: str) -> Tracer | None:
 
     resource = Resource.create({"service.name": f"foretoken-{service}", "service.version": __version__})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    exporter = OTLPSpanExporter(endpoint)
+    exporter = CollectorExporter(endpoint)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return Tracer(provider, exporter)

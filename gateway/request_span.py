@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 from foretoken import tracing
 from foretoken.errors import ForetokenError
 from foretoken.tracing import Span, TraceContext, Tracer
-from gateway.generation import Generation, GenerationRequest
+from gateway.generation import Generation, GenerationRequest, Output
 
 PROVIDER_NAME = "foretoken"
 
@@ -40,7 +41,23 @@ def end_span(span: Span, generation: Generation, failure: str | None) -> None:
     }
     if (first_s := generation.time_to_first_token_s) is not None:
         attributes[tracing.RESPONSE_TIME_TO_FIRST_CHUNK] = first_s
-    span.end(attributes, failure)
+    ended_ns = time.time_ns()
+    if span.is_recording:
+        for output in generation.outputs:
+            _record_pauses(span, output, ended_ns, failure)
+    span.end(attributes, failure, ended_ns)
+
+
+def _record_pauses(span: Span, output: Output, ended_ns: int, failure: str | None) -> None:
+    """Record when an output had no verifier. A pause that goes on at ``ended_ns`` ended with ``failure``."""
+    for pause in output.sequence.pauses.all if output.sequence is not None else ():
+        attributes: dict[str, tracing.Value] = {
+            "foretoken.choice_index": output.spec.choice_index,
+            "foretoken.reason": pause.reason,
+            "foretoken.verifier": pause.verifier,
+        }
+        error = failure if pause.ended_ns is None else None
+        span.child(pause.name, pause.began_ns, pause.ended_ns or ended_ns, attributes, error)
 
 
 def refused_span(

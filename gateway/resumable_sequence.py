@@ -15,6 +15,7 @@ from typing import Protocol
 from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.results import FinishReason
 from gateway.messages import Finished, NewTokens, OutputSink, SequenceSpec
+from gateway.pauses import RESUME, WAIT, Pauses
 from gateway.routing.prefix import prefix_keys
 from gateway.verifier_client import VerifierClient
 
@@ -49,6 +50,7 @@ class ResumableSequence:
         self.num_resumes = 0
         # Output tokens that earlier attempts emitted.
         self.num_resumed_tokens = 0
+        self.pauses = Pauses()
         self._spec = spec
         self._sink = sink
         self._placer = placer
@@ -79,6 +81,7 @@ class ResumableSequence:
         left_ms = None if self.deadline is None else max(1, round(1e3 * (self.deadline - _now())))
         self.binding.fingerprint = client.fingerprint
         self._client = client
+        self.pauses.submitted(client.address)
         self.num_resumes += self.was_lost
         self.num_resumed_tokens = len(self._emitted)
         client.submit(
@@ -116,9 +119,11 @@ class ResumableSequence:
 
     def on_waiting(self) -> None:
         """Report that no verifier is up for it now."""
+        self.pauses.begin(WAIT, "no verifier is up")
         self._sink.on_waiting()
 
     def on_tokens(self, tokens: NewTokens) -> None:
+        self.pauses.end()
         if self._num_cached_tokens is None:
             # From the first attempt, so that a resume does not change the answer.
             self._num_cached_tokens = tokens.num_cached_tokens
@@ -130,6 +135,7 @@ class ResumableSequence:
         self._sink.on_tokens(tokens)
 
     def on_finished(self, finished: Finished) -> None:
+        self.pauses.end()
         self._placer.forget(self)
         if self._num_cached_tokens is not None:
             finished = dataclasses.replace(finished, num_cached_tokens=self._num_cached_tokens)
@@ -156,6 +162,7 @@ class ResumableSequence:
             self.on_error(UnavailableError(f"the verifier was lost{times}: {reason}"))
         else:
             self._attempt += 1
+            self.pauses.begin(RESUME, reason)
             self._placer.place(self)
 
     def _end(self, reason: FinishReason) -> Finished:

@@ -170,6 +170,24 @@ class ReleaseResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class TraceSequenceRequest(_message.Message):
+    __slots__ = ("epoch", "slot", "generation", "traceparent", "tracestate")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    slot: int
+    generation: int
+    traceparent: str
+    tracestate: str
+    def __init__(self, epoch: _Optional[int] = ..., slot: _Optional[int] = ..., generation: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
+
+class TraceSequenceResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -54,6 +54,11 @@ class DrafterServiceStub(object):
                 request_serializer=protos_dot_drafter__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=protos_dot_drafter__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.TraceSequence = channel.unary_unary(
+                '/foretoken.drafter.v1.DrafterService/TraceSequence',
+                request_serializer=protos_dot_drafter__pb2.TraceSequenceRequest.SerializeToString,
+                response_deserializer=protos_dot_drafter__pb2.TraceSequenceResponse.FromString,
+                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/foretoken.drafter.v1.DrafterService/GetInfo',
                 request_serializer=protos_dot_drafter__pb2.GetInfoRequest.SerializeToString,
@@ -109,6 +114,13 @@ class DrafterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TraceSequence(self, request, context):
+        """Records a span of the work for a sequence that has ended, if spans are sent to a collector.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetInfo(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -157,6 +169,11 @@ def add_DrafterServiceServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=protos_dot_drafter__pb2.ReleaseRequest.FromString,
                     response_serializer=protos_dot_drafter__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'TraceSequence': grpc.unary_unary_rpc_method_handler(
+                    servicer.TraceSequence,
+                    request_deserializer=protos_dot_drafter__pb2.TraceSequenceRequest.FromString,
+                    response_serializer=protos_dot_drafter__pb2.TraceSequenceResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -287,6 +304,33 @@ class DrafterService(object):
             '/foretoken.drafter.v1.DrafterService/Release',
             protos_dot_drafter__pb2.ReleaseRequest.SerializeToString,
             protos_dot_drafter__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TraceSequence(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/foretoken.drafter.v1.DrafterService/TraceSequence',
+            protos_dot_drafter__pb2.TraceSequenceRequest.SerializeToString,
+            protos_dot_drafter__pb2.TraceSequenceResponse.FromString,
             options,
             channel_credentials,
             insecure,

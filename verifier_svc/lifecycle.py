@@ -239,6 +239,8 @@ class Lifecycle:
                 queue_ms=(started - sequence.arrived_at) * 1e3,
                 prefill_ms=(first_token - started) * 1e3,
                 decode_ms=(now - first_token) * 1e3,
+                slot=sequence.slot,
+                generation=sequence.generation,
             )
         )
         self._remove(sequence)

@@ -106,6 +106,9 @@ class FinishedEvent:
     queue_ms: float
     prefill_ms: float
     decode_ms: float = 0.0
+    # The batch slot that it had last, and which of the slot's sequences it was; -1: it had none.
+    slot: int = -1
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from foretoken import tracing
-from foretoken.tracing import Tracer
+from foretoken.tracing import TraceContext, Tracer
 from protos import verifier_pb2
 from verifier_svc.engine import Engine
 from verifier_svc.messages import Abort, Event, SequenceKey
@@ -21,7 +21,7 @@ class OpenSession:
     def __init__(self, engine: Engine, tracer: Tracer | None) -> None:
         self._engine = engine
         # None: tracing is off.
-        self.spans = SequenceSpans(tracer) if tracer is not None else None
+        self.spans = SequenceSpans(tracer, self._trace_drafter) if tracer is not None else None
         self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
         self.outbox = Outbox(self._wake_from_engine)
@@ -56,6 +56,9 @@ class OpenSession:
         if self.spans is not None:
             parent = tracing.trace_context(message.traceparent, message.tracestate)
             self.spans.start(key, message.attempt, parent)
+
+    def _trace_drafter(self, name: str, slot: int, generation: int, parent: TraceContext) -> None:
+        self._engine.speculator.drafter(name).source.trace_sequence(slot, generation, parent)
 
     def wake(self) -> None:
         """End the wait in ``events``."""

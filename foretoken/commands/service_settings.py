@@ -298,7 +298,7 @@ def drafter_settings(given: Given, spec: DrafterSpec, address: str) -> DrafterSe
     if not spec.coupled_noise:
         values["disable_coupled_noise"] = True
     # The other flags that drafters share with the verifier are the verifier's only.
-    shared = {"device", "disable_cuda_graph", spec.row.field} & spec.row.keys
+    shared = {"device", "disable_cuda_graph", spec.row.field} & spec.row.keys | {"otlp_traces_endpoint"}
     return build(DrafterSettings, values | {name: given.values[name] for name in shared if name in given.values})
 
 

@@ -104,6 +104,14 @@ class Deployment:
             ["docker", "exec", self.container(service), "sh", "-c", "kill -9 -1"], check=False, capture_output=True
         )
 
+    def ended(self, service: str) -> str:
+        """Return what docker/ended.sh says of a service."""
+        said = subprocess.run(
+            ["sh", ROOT / "docker" / "ended.sh", self.project], check=True, capture_output=True, text=True
+        ).stdout
+        (line,) = [line for line in said.splitlines() if line.startswith(f"{service}: ")]
+        return line.removeprefix(f"{service}: ")
+
     def ready(self) -> dict[str, Any]:
         """Return the answer of /ready, empty while nothing listens."""
         try:

@@ -11,8 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from tests.compose.conftest import ROOT, SERVICES, Deployment, docker, wait_until
+from tests.compose.test_images import PROFILES
 
 # Building the images is part of it.
 pytestmark = [pytest.mark.compose, pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -92,6 +94,13 @@ def test_both_folders_mean_the_same_project(deployment: Deployment) -> None:
     assert deployment.compose("config") == deployment.compose("config", folder=ROOT / "docker")
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+def test_compose_reads_each_profile(deployment: Deployment, profile: str) -> None:
+    # Version 1 lists the services of all profiles.
+    found = set(deployment.compose("--profile", profile, "config", "--services").split())
+    assert found >= PROFILES[profile]
+
+
 def test_the_text_comes_through_the_arena_of_the_other_container(up: Deployment, undisturbed: tuple[str, ...]) -> None:
     assert len(undisturbed) == LONG["n"]
     assert up.drafter()["transport"] == "shared-memory"
@@ -123,7 +132,10 @@ def test_the_plan_keeps_to_the_containers_memory(up: Deployment) -> None:
 
 def test_a_drafter_container_killed_in_mid_stream_changes_nothing(up: Deployment, undisturbed: tuple[str, ...]) -> None:
     attaches = up.drafter()["num_attaches"]
+    assert up.ended("drafter") == "running, has not ended"
     assert stream(up, "drafter killed", lambda: up.kill("drafter")) == Answer(undisturbed, 0)
+    killed = "killed from outside (exit code 137); nobody starts it again: docker compose up -d"
+    assert up.ended("drafter") == killed
     up.compose("up", "-d")
     up.wait_attached(more_than=attaches)
 
@@ -133,6 +145,7 @@ def test_a_drafter_that_crashes_comes_back_by_itself(up: Deployment, undisturbed
     assert stream(up, "drafter crashed", lambda: up.crash("drafter")) == Answer(undisturbed, 0)
     up.wait_attached(more_than=attaches)
     up.wait_healthy()
+    assert up.ended("drafter").startswith("running, restarted 1 times; ended with signal 'Killed'; ")
 
 
 def test_a_stream_is_resumed_on_a_verifier_that_crashed(up: Deployment, undisturbed: tuple[str, ...]) -> None:
@@ -157,6 +170,8 @@ def test_a_stream_waits_for_a_killed_verifier_container_to_be_started(
 def test_it_starts_without_a_drafter(up: Deployment, undisturbed: tuple[str, ...]) -> None:
     up.compose("stop")
     assert [up.inspect(service, "{{.State.ExitCode}}") for service in SERVICES] == ["0"] * len(SERVICES)
+    asked = "ended with status '0'; it was asked to stop; start it: docker compose up -d"
+    assert [up.ended(service) for service in SERVICES] == [asked] * len(SERVICES)
     up.compose("up", "-d", "gateway")
     wait_until(lambda: up.ready().get("status") == "ready", "gateway and verifier are ready")
     assert up.drafter()["state"] != "attached"
@@ -195,6 +210,8 @@ def test_down_leaves_only_the_volumes_until_they_are_asked_for(up: Deployment) -
     up.compose("down")
     assert left("ps", "-a") == left("network", "ls") == set()
     # Compose 1 makes the volumes of profiles that are off, too.
-    assert left("volume", "ls") - {"prometheus", "grafana"} == {"sockets", "verifier-kernels", "drafter-kernels"}
+    volumes: dict[str, Any] = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["volumes"]
+    of_profiles = volumes.keys() - {"sockets", "telemetry", "verifier-kernels", "drafter-kernels"}
+    assert left("volume", "ls") - of_profiles == volumes.keys() - of_profiles
     up.compose("down", "--volumes")
     assert left("volume", "ls") == set()

@@ -22,6 +22,7 @@ from foretoken import rpc
 from foretoken.drafter import Drafter
 from foretoken.drafting import TargetInfo
 from foretoken.errors import ConfigError, ForetokenError, InvalidRequestError, PreconditionError, UnavailableError
+from foretoken.tracing import Tracer
 from foretoken.transports.arena import ArenaListener, ArenaTransport
 from foretoken.transports.arena_layout import LAYOUT_VERSION, ArenaLayout
 from foretoken.transports.doorbell import Waiter
@@ -89,13 +90,13 @@ async def translated(call: Any) -> Any:
 
 
 @asynccontextmanager
-async def served(folder: Path) -> AsyncIterator[Served]:
+async def served(folder: Path, tracer: Tracer | None = None) -> AsyncIterator[Served]:
     drafter = MirrorDrafter()
-    thread = DrafterThread(lambda: drafter)
+    thread = DrafterThread(lambda: drafter, counts_rounds=tracer is not None)
     server = rpc.async_server()
     address = f"unix:{folder}/d.sock"
     rpc.bind(server, address)
-    drafter_pb2_grpc.add_DrafterServiceServicer_to_server(DrafterService("mirror", thread), server)
+    drafter_pb2_grpc.add_DrafterServiceServicer_to_server(DrafterService("mirror", thread, tracer), server)
     await server.start()
     await asyncio.wrap_future(thread.ready)
     async with rpc.async_channel(address) as channel:

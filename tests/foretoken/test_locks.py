@@ -22,10 +22,14 @@ CONSTRAINTS = dict(
 )
 # By lock: the requirements that it must satisfy, PyTorch apart where it is installed before.
 NEEDED: dict[str, list[str]] = {
-    "gateway": [one for one in PROJECT["dependencies"] if Requirement(one).name not in NO_TORCH],
+    "gateway": [
+        *(one for one in PROJECT["dependencies"] if Requirement(one).name not in NO_TORCH),
+        *EXTRAS["otlp"],
+    ],
     "engine": [
         *(one for one in PROJECT["dependencies"] if Requirement(one).name != "torch"),
         *EXTRAS["kv-events"],
+        *EXTRAS["otlp"],
     ],
     "gpu": [*PROJECT["dependencies"], *EXTRAS["gpu"], *EXTRAS["kv-events"], *EXTRAS["otlp"]],
     "dev": [*(one for one in PROJECT["dependencies"] if Requirement(one).name != "torch"), *EXTRAS["dev"]],
@@ -121,8 +125,8 @@ def test_engine_and_dev_hold_what_pytorch_needs() -> None:
 def test_images_install_from_the_locks_alone() -> None:
     lines = (ROOT / "docker" / "Dockerfile").read_text().splitlines()
     installs = [line for line in lines if "--requirement" in line]
-    assert len(installs) == 2 and all("--require-hashes --no-deps" in line for line in installs)
-    assert {f"COPY docker/locks/{name}.txt ./" for name in ("gateway", "engine")} <= set(lines)
+    assert len(installs) == 3 and all("--require-hashes --no-deps" in line for line in installs)
+    assert {f"COPY docker/locks/{name}.txt ./" for name in ("gateway", "engine", "gpu")} <= set(lines)
 
 
 def test_the_workflow_audits_every_lock() -> None:

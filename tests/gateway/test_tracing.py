@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -206,12 +207,15 @@ def test_headers_that_are_not_well_formed_are_no_context() -> None:
 
 
 def test_an_endpoint_that_is_no_url_is_refused(settings: GatewaySettings) -> None:
-    with pytest.raises(ConfigError, match=r"--otlp-traces-endpoint: expected http://host:port, got 'localhost:4317'"):
-        run(settings.model_copy(update={"otlp_traces_endpoint": "localhost:4317"}))
+    for endpoint in ("localhost:4317", "unix:", "unix:relative"):
+        expected = f"--otlp-traces-endpoint: expected http://host:port or unix:/path, got '{endpoint}'"
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            run(settings.model_copy(update={"otlp_traces_endpoint": endpoint}))
 
 
 def test_a_missing_exporter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    monkeypatch.delitem(sys.modules, "foretoken.span_exporter", raising=False)
     with pytest.raises(ConfigError, match=r"-m pip install opentelemetry-exporter-otlp-proto-grpc$"):
         make_tracer("http://127.0.0.1:4317", "gateway")
 

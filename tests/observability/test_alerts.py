@@ -14,7 +14,7 @@ import yaml
 FOLDER = Path(__file__).parents[2] / "docker" / "observability"
 RULES = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]
 TESTS = yaml.safe_load((FOLDER / "alerts.test.yaml").read_text())["tests"]
-DOCS = Path(__file__).parents[2] / "docs" / "telemetry.md"
+DOCS = Path(__file__).parents[2] / "docs" / "watching.md"
 
 
 @pytest.fixture

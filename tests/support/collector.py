@@ -26,8 +26,13 @@ class ReceivedSpan:
     trace_state: str
     kind: int
     is_error: bool
-    duration_s: float
+    began_ns: int
+    ended_ns: int
     attributes: dict[str, Any]
+
+    @property
+    def duration_s(self) -> float:
+        return (self.ended_ns - self.began_ns) / 1e9
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -48,20 +53,25 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             self._arrived.notify_all()
         return trace_service_pb2.ExportTraceServiceResponse()
 
-    def spans(self, count: int) -> list[ReceivedSpan]:
-        """Return all spans so far, once there are ``count``."""
+    def spans(self, count: int, name: str | None = None) -> list[ReceivedSpan]:
+        """Return all spans so far, once there are ``count``, or as many of this name."""
+
+        def found() -> int:
+            return sum(name in (None, span.name) for span in self._spans)
+
         with self._arrived:
-            self._arrived.wait_for(lambda: len(self._spans) >= count)
+            self._arrived.wait_for(lambda: found() >= count)
             return list(self._spans)
 
 
 @contextlib.contextmanager
-def collecting() -> Iterator[Collector]:
-    """Run a collector that listens at ``endpoint``."""
-    collector = Collector()
+def collecting(address: str = "127.0.0.1:0", collector: Collector | None = None) -> Iterator[Collector]:
+    """Run a collector that listens at ``endpoint``: at ``address``, host:port or unix:/path."""
+    collector = collector or Collector()
     server = grpc.server(futures.ThreadPoolExecutor(1))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    collector.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    port = server.add_insecure_port(address)
+    collector.endpoint = address if address.startswith("unix:") else f"http://127.0.0.1:{port}"
     server.start()
     try:
         yield collector
@@ -79,7 +89,8 @@ def _span(service: str, span: Any) -> ReceivedSpan:
         trace_state=span.trace_state,
         kind=span.kind,
         is_error=span.status.code == 2,
-        duration_s=(span.end_time_unix_nano - span.start_time_unix_nano) / 1e9,
+        began_ns=span.start_time_unix_nano,
+        ended_ns=span.end_time_unix_nano,
         attributes={item.key: _value(item.value) for item in span.attributes},
     )
 

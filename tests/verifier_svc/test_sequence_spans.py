@@ -24,9 +24,9 @@ CONTEXT = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
 def test_sequences_are_children_of_their_callers_spans() -> None:
     with collecting() as collector:
         asyncio.run(run_all(collector.endpoint))
-        spans = {span.attributes["foretoken.request_id"]: span for span in collector.spans(6)}
-    assert {span.name for span in spans.values()} == {"sequence"}
-    assert {span.service for span in spans.values()} == {"foretoken-verifier"}
+        found = collector.spans(6, "sequence")
+    spans = {span.attributes["foretoken.request_id"]: span for span in found if span.name == "sequence"}
+    assert {span.service for span in found} == {"foretoken-verifier"}
     for name in ("done", "stopped", "metadata"):
         check_times(spans[name])
         assert (spans[name].trace_id, spans[name].parent_id, spans[name].is_error) == (TRACE, PARENT, False)
@@ -39,6 +39,11 @@ def test_sequences_are_children_of_their_callers_spans() -> None:
         assert (spans[name].is_error, spans[name].attributes["error.type"]) == (True, "cancelled")
     # Without the caller's context it gets a trace of its own.
     assert spans["left"].parent_id == "" and spans["left"].trace_id != TRACE
+    for name in ("done", "stopped", "dropped", "metadata"):
+        check_phases(spans[name], [span for span in found if span.parent_id == spans[name].span_id])
+    # The engine sends no times of a failure, nor after the caller left.
+    for name in ("late", "left"):
+        assert [span for span in found if span.parent_id == spans[name].span_id] == []
 
 
 def check_times(span: ReceivedSpan) -> None:
@@ -47,6 +52,17 @@ def check_times(span: ReceivedSpan) -> None:
     assert min(queue, prefill, decode) >= 0 and prefill > 0
     assert span.attributes["gen_ai.latency.time_in_model_inference"] == pytest.approx(prefill + decode)
     assert queue + prefill + decode <= span.duration_s + 1e-3
+
+
+def check_phases(span: ReceivedSpan, children: list[ReceivedSpan]) -> None:
+    """The phases follow one another without gaps, up to the end of the sequence."""
+    assert [child.name for child in children] == ["queue", "prefill", "decode"]
+    queue, prefill, decode = children
+    assert (queue.ended_ns, prefill.ended_ns, decode.ended_ns) == (prefill.began_ns, decode.began_ns, span.ended_ns)
+    assert queue.began_ns <= queue.ended_ns
+    for child, name in zip(children, ("in_queue", "in_model_prefill", "in_model_decode"), strict=True):
+        assert child.duration_s == pytest.approx(span.attributes[f"gen_ai.latency.time_{name}"], abs=1e-6)
+        assert child.trace_id == span.trace_id and not child.is_error
 
 
 async def run_all(endpoint: str) -> None:

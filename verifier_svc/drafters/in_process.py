@@ -9,6 +9,7 @@ from collections.abc import Callable
 from foretoken.drafter import Drafter
 from foretoken.drafting import TargetInfo
 from foretoken.models.target_weights import TargetWeights
+from foretoken.tracing import TraceContext
 from foretoken.transports.transport import DraftTransport, InProcessTransport, probe_request
 from verifier_svc.drafters.device_offer import ResidentOffer
 from verifier_svc.drafters.source import GAUGES_EVERY_S, DraftSource, checked_gauges
@@ -72,6 +73,9 @@ class InProcessClient(DraftSource):
         self._breaker.success()
         if self._clock() >= self._gauges_at:
             self._look_at_gauges()
+
+    def trace_sequence(self, slot: int, generation: int, parent: TraceContext) -> None:
+        """Do nothing: a drafter in the verifier's process has no spans beside the verifier's."""
 
     def _look_at_gauges(self) -> None:
         """Read the gauges, on the engine thread after a draft; without drafts they stay as they are."""

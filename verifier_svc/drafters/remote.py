@@ -12,11 +12,14 @@ import threading
 import time
 from typing import Any
 
+import grpc
+
 from foretoken import rpc
 from foretoken.drafting import TargetInfo
 from foretoken.errors import ForetokenError, PreconditionError, UnavailableError
 from foretoken.links import NO_CREDENTIALS, LinkCredentials
 from foretoken.lost_context import exit_if_context_lost
+from foretoken.tracing import TraceContext
 from foretoken.transports.shared_weights import SharedWeights
 from foretoken.transports.transport import DEFAULT_TOKEN_CAPACITY, QueuedTransport, TransportClosedError
 from protos import drafter_pb2, drafter_pb2_grpc
@@ -65,6 +68,7 @@ class DrafterClient(DraftSource):
         transport_name = by_address if endpoint.transport == "auto" else endpoint.transport
         super().__init__(endpoint.name, endpoint.address, transport_name)
         terms = Terms(target, epoch, self._counters, token_capacity, spin_us, weights, resident)
+        self._epoch = epoch
         self._credentials = credentials
         self._interrupts = Interrupts()
         self._handshake = Handshake(terms, self._interrupts, socket_path and socket_path.parent)
@@ -73,6 +77,8 @@ class DrafterClient(DraftSource):
         self._thread: threading.Thread | None = None
         # Whether the drafter answered the current attempt.
         self._is_ready = False
+        # The calls of the attachment, if there is one.
+        self._stub: Any = None
 
     def start(self) -> None:
         """Begin to attach, in the background."""
@@ -99,6 +105,27 @@ class DrafterClient(DraftSource):
         with self._lock:
             self._breaker.success()
             self._outages.forget_fault()
+
+    def trace_sequence(self, slot: int, generation: int, parent: TraceContext) -> None:
+        stub = self._stub
+        if stub is None:
+            return
+        request = drafter_pb2.TraceSequenceRequest(
+            epoch=self._epoch, slot=slot, generation=generation, traceparent=parent.traceparent
+        )
+        if parent.tracestate is not None:
+            request.tracestate = parent.tracestate
+        try:
+            call = stub.TraceSequence.future(request, timeout=INFO_TIMEOUT_S)
+        except ValueError as error:
+            # The channel was closed just now.
+            logger.debug("drafter %s makes no span: %s", self.name, error)
+        else:
+            call.add_done_callback(self._log_no_span)
+
+    def _log_no_span(self, call: Any) -> None:
+        if call.code() is not grpc.StatusCode.OK:
+            logger.debug("drafter %s makes no span: %s", self.name, call.details())
 
     def _run(self) -> None:
         """Attach, watch, attach again, until closed."""
@@ -155,7 +182,7 @@ class DrafterClient(DraftSource):
         with self._lock:
             # Readers do not lock: whoever finds no transport finds the state that says why.
             self.state, self.reason = state, reason
-            self._transport = None
+            self._transport = self._stub = None
         if not self._interrupts.is_closing:
             self._outages.lost(state, reason, outlook)
 
@@ -178,7 +205,7 @@ class DrafterClient(DraftSource):
             self.num_attaches += 1
             self._interrupts.close_circuit()
             self.state, self.reason = "attached", ""
-            self._transport = found.transport
+            self._transport, self._stub = found.transport, stub
         self._outages.attached()
         logger.info("drafter %s (%s) attached over %s", self.name, found.algorithm, found.transport.name)
         return found.transport, stub

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from foretoken.drafting import DrafterNeeds
+from foretoken.tracing import TraceContext
 from foretoken.transports.transport import DraftTransport, TransportCounters
 
 State = Literal["connecting", "attached", "broken", "detached"]
@@ -76,6 +77,10 @@ class DraftSource(ABC):
     @abstractmethod
     def report_success(self) -> None:
         """A draft was sound."""
+
+    @abstractmethod
+    def trace_sequence(self, slot: int, generation: int, parent: TraceContext) -> None:
+        """Let the drafter record a span of its work for a sequence that has ended. Any thread may call it."""
 
     @abstractmethod
     def start(self) -> None:

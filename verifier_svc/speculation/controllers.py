@@ -7,7 +7,7 @@ from pathlib import Path
 
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
-from verifier_svc.speculation.controller import Controller
+from verifier_svc.speculation.controller import Controller, Reason
 from verifier_svc.speculation.controller_log import write_anew
 
 # Steps in a row in which drafts do not pay, after which a run goes on without the drafter.
@@ -51,7 +51,9 @@ class DrafterController:
             "chosen_levels": float(shape.depth if shape.nodes > 1 else 0),
             "chosen_rows": float(shape.rows),
         }
-        return sizes | {f"chosen_{name}": float(value) for name, value in figures.items() if not isinstance(value, str)}
+        reasons = {f"chosen_because_{reason}": float(reason == figures["reason"]) for reason in Reason}
+        numbers = {f"chosen_{name}": float(value) for name, value in figures.items() if not isinstance(value, str)}
+        return sizes | reasons | numbers
 
 
 class DrafterControllers:

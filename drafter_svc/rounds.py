@@ -1,0 +1,93 @@
+"""Count what a drafter does for each sequence, for spans.
+
+One span a sequence says more than one a round, of which a request has hundreds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+import numpy as np
+
+from foretoken.drafting import DraftRequest
+
+
+class SequenceRounds(NamedTuple):
+    """What a drafter did for one sequence while that had its batch slot.
+
+    Attributes:
+        began_ns, ended_ns: begin of the first request and end of the last, as time.time_ns().
+        num_rounds: requests that wanted a tree for it.
+        num_tokens: tokens that the requests carried of it.
+        busy_s: seconds of work on requests that had a row of it, whatever other rows they had.
+    """
+
+    began_ns: int
+    ended_ns: int
+    num_rounds: int
+    num_tokens: int
+    busy_s: float
+
+
+_COUNTS = np.dtype(
+    [
+        ("generation", np.int64),
+        ("began_ns", np.int64),
+        ("ended_ns", np.int64),
+        ("num_rounds", np.int64),
+        ("num_tokens", np.int64),
+        ("busy_s", np.float64),
+    ]
+)
+# No sequence has it.
+_NONE = -1
+
+
+class RoundCounts:
+    """The counts of one attachment, by batch slot. Only the drafter's thread uses it."""
+
+    def __init__(self, max_slots: int) -> None:
+        self._counts = np.zeros(max_slots, _COUNTS)
+        self._counts["generation"] = _NONE
+        # Sequences that lost their slot and are not taken yet, oldest first; at most as many as there are slots.
+        self._former: OrderedDict[tuple[int, int], SequenceRounds] = OrderedDict()
+
+    def count(self, request: DraftRequest, began_ns: int, ended_ns: int) -> None:
+        """Count a request that was answered. Times are as of time.time_ns()."""
+        rows = np.flatnonzero(request.slots >= 0)
+        # A slot's ended sequence may have a row before that of its new one.
+        _, first = np.unique(request.slots[rows], return_index=True)
+        self._add(request, rows[np.sort(first)], began_ns, ended_ns)
+        if len(first) < len(rows):
+            self._add(request, np.delete(rows, first), began_ns, ended_ns)
+
+    def take(self, slot: int, generation: int) -> SequenceRounds | None:
+        """Return a sequence's counts and forget them; None if there are none."""
+        if slot < len(self._counts) and self._counts[slot]["generation"] == generation:
+            found = self._rounds(slot)
+            self._counts[slot]["generation"] = _NONE
+            return found
+        return self._former.pop((slot, generation), None)
+
+    def _add(self, request: DraftRequest, rows: np.ndarray, began_ns: int, ended_ns: int) -> None:
+        slots, generations = request.slots[rows], request.generations[rows]
+        counts = self._counts
+        for slot, generation in zip(slots.tolist(), generations.tolist(), strict=True):
+            if counts[slot]["generation"] != generation:
+                self._retire(slot)
+                counts[slot] = (generation, began_ns, ended_ns, 0, 0, 0.0)
+        counts["ended_ns"][slots] = ended_ns
+        counts["num_rounds"][slots] += request.max_nodes[rows] > 1
+        counts["num_tokens"][slots] += np.diff(request.new_token_starts)[rows]
+        counts["busy_s"][slots] += (ended_ns - began_ns) / 1e9
+
+    def _retire(self, slot: int) -> None:
+        generation = int(self._counts[slot]["generation"])
+        if generation != _NONE:
+            self._former[slot, generation] = self._rounds(slot)
+            if len(self._former) > len(self._counts):
+                self._former.popitem(last=False)
+
+    def _rounds(self, slot: int) -> SequenceRounds:
+        return SequenceRounds(*self._counts[slot].item()[1:])
