@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from benchmarks.arm_server import SERVED_NAME
 from benchmarks.measure import UnexpectedAnswerError
 from benchmarks.prompts import code_prompts
-from foretoken.bench.load import Answer, Stream
+from foretoken.bench.load import Answer
+from foretoken.bench.stream import Stream
 
 # Different held-out prompts; a larger load repeats them, each under a salt of its own.
 MOST_CODE_PROMPTS = 640

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from foretoken.bench.client import COMPLETIONS, Address, Connector, run_loop
+from foretoken.bench.client import Address, Connector, run_loop
 from foretoken.bench.completion import Completion, Recording, RefusedError, StreamError, read_completion
+from foretoken.bench.stream import Stream
 from foretoken.bench.supply import MORE, Supply
 
 # All clients begin this long after they have been told to.
@@ -35,25 +36,6 @@ PROGRESS_S = 0.5
 
 # Called with the number of ended requests.
 OnProgress = Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """One user's request bodies; the first is sent ``starts_after`` seconds after the start.
-
-    ``group`` is a label that its answers keep.
-
-    Attributes:
-        path: where the bodies are posted.
-        is_conversation: the bodies' ``messages`` follow each other, with the server's answers
-            between them.
-    """
-
-    bodies: tuple[dict[str, Any], ...]
-    starts_after: float = 0.0
-    group: str = ""
-    path: str = COMPLETIONS
-    is_conversation: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from foretoken.bench.load import Stream
+from foretoken.bench.stream import Stream
 
 # A client sends it when it needs more streams, and gets a list of them: an empty one if there are no more.
 MORE = "more"

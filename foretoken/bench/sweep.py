@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from foretoken.bench.bottleneck import client_figures, limits
-from foretoken.bench.load import Answer, Clients, Load, OnProgress, Stream
+from foretoken.bench.load import Answer, Clients, Load, OnProgress
 from foretoken.bench.measures import Bounds, figures_of
 from foretoken.bench.prompts import Prompt
 from foretoken.bench.speculation import Watched, from_answers
+from foretoken.bench.stream import Stream
 from foretoken.bench.target import Target
 
 # Prompts of a measurement whose number is not given.

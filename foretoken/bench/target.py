@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from foretoken.bench.client import CHAT, COMPLETIONS, Address, get, post
 from foretoken.bench.completion import StreamError
-from foretoken.bench.load import Stream
 from foretoken.bench.prompts import CountTokens, MakeText, Message, Prompt, text_by_count, text_by_rate, words_text
+from foretoken.bench.stream import Stream
 from foretoken.errors import ConfigError, UnavailableError
 
 Endpoint = Literal["completions", "chat"]

@@ -14,7 +14,8 @@ from benchmarks.paced_server import Pace, run
 from benchmarks.stack import free_ports
 from foretoken.bench.client import CHAT, Address, get
 from foretoken.bench.completion import StreamError
-from foretoken.bench.load import Stream, running_clients
+from foretoken.bench.load import running_clients
+from foretoken.bench.stream import Stream
 
 
 @pytest.fixture

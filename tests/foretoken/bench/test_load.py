@@ -15,7 +15,8 @@ from benchmarks.stack import free_ports
 from foretoken.bench import load
 from foretoken.bench.client import CHAT, Address, run_loop
 from foretoken.bench.completion import StreamError
-from foretoken.bench.load import Clients, Stream, running_clients
+from foretoken.bench.load import Clients, running_clients
+from foretoken.bench.stream import Stream
 from tests.support.scripted_server import STREAM_HEAD, chunk, event, scripted_server, text_event, usage_event
 
 

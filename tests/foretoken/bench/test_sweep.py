@@ -11,9 +11,10 @@ from typing import Any, cast
 import pytest
 
 from foretoken.bench.client import Address
-from foretoken.bench.load import Answer, Clients, Load, Stream
+from foretoken.bench.load import Answer, Clients, Load
 from foretoken.bench.measures import Bounds
 from foretoken.bench.prompts import Prompt
+from foretoken.bench.stream import Stream
 from foretoken.bench.sweep import AHEAD, Point, Sweep, categories
 from foretoken.bench.target import RequestOptions, Target
 
