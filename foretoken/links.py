@@ -51,7 +51,7 @@ CALLERS: dict[str, Caller] = {
     **_calls(_VERIFIER, Caller.PEER, "Session", "Generate", "GetInfo"),
     **_calls(_VERIFIER, Caller.OPERATOR, "AddCorpus", "RemoveCorpus", "ListCorpora", "AttachDrafter", "DetachDrafter"),
     **_calls(_VERIFIER, Caller.OPERATOR, "FlushCache"),
-    **_calls(_DRAFTER, Caller.PEER, "Prepare", "Attach", "Draft", "Release", "GetInfo"),
+    **_calls(_DRAFTER, Caller.PEER, "Prepare", "Attach", "Draft", "Release", "TraceSequence", "GetInfo"),
     **_calls(_DRAFTER, Caller.OPERATOR, "AddCorpus", "RemoveCorpus", "ListCorpora"),
 }
 
