@@ -13,7 +13,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SECONDS ?= 60
 SEED ?= 1
 # Processes that run tests at the same time. One GPU is not shared: some of its tests look at its memory.
-WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,2)
+WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,3)
 # Not empty: install only files whose hashes are in docker/locks/dev.txt, besides PyTorch.
 LOCKED ?=
 # The interpreter to build the environment with. Empty: the first suitable one of the usual names.
