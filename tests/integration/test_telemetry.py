@@ -33,7 +33,8 @@ def test_one_request_is_one_trace_without_text(checkpoint: Path, tmp_path: Path)
             answer = client.post("/v1/completions", json=body, headers=headers).json()
             refused = client.post("/v1/completions", json=body | {"temperature": 9}, headers={"x-request-id": "bad"})
             assert refused.status_code == 400
-        spans = collector.spans(4)
+        collector.spans(2, "text_completion tiny")
+        spans = collector.spans(2, "sequence")
 
         def are_shown() -> bool:
             """Return whether they are; a late worker shows old figures, a late verifier none."""
@@ -52,7 +53,7 @@ def test_one_request_is_one_trace_without_text(checkpoint: Path, tmp_path: Path)
     assert (server.trace_id, server.parent_id, server.is_error) == (TRACE, PARENT, False)
     assert server.attributes["gen_ai.response.id"] == answer["id"]
     assert server.attributes["gen_ai.usage.output_tokens"] == 600
-    children = [span for span in spans if span.service == "foretoken-verifier"]
+    children = [span for span in spans if span.name == "sequence"]
     assert {span.attributes["foretoken.choice_index"] for span in children} == {0, 1}
     for child in children:
         assert (child.trace_id, child.parent_id) == (TRACE, server.span_id)
