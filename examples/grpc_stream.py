@@ -1,9 +1,10 @@
-"""Stream a completion over gRPC; run `make serve` first.
+"""Stream a completion over gRPC; run `make serve` first. FORETOKEN_API_KEY: the key of a server that wants one.
 
 .venv/bin/python -m examples.grpc_stream ["def read_json(path):" [127.0.0.1:50051]]
 """
 
 import argparse
+import os
 import sys
 
 import grpc
@@ -18,6 +19,8 @@ parser.add_argument(
 options = parser.parse_args()
 sampling = common_pb2.SamplingParams(temperature=0, max_tokens=128)
 request = gateway_pb2.GenerateRequest(text=options.prompt, sampling=sampling)
+key = os.environ.get("FORETOKEN_API_KEY", "")
+metadata = [("authorization", f"Bearer {key}")] if key else []
 with grpc.insecure_channel(options.address) as channel:
     try:
         grpc.channel_ready_future(channel).result(timeout=5)
@@ -27,7 +30,7 @@ with grpc.insecure_channel(options.address) as channel:
         )
     print(options.prompt, end="")
     try:
-        for response in gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request):
+        for response in gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request, metadata=metadata):
             match response.WhichOneof("event"):
                 case "chunk":
                     print(response.chunk.text, end="", flush=True)

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+from tokenizers import Tokenizer
 
 from benchmarks.stack import free_ports
-from tests.gateway.conftest import Stack
+from foretoken.config import build
+from gateway.config import GatewaySettings
+from tests.gateway.conftest import Stack, run_stack
 from tests.gateway.scripted_verifier import Player, steps
 
 pytestmark = pytest.mark.anyio
@@ -61,6 +64,19 @@ async def test_over_grpc(stack: Stack) -> None:
     status, output, errors = await run(*GRPC, "say ", stack.grpc_address)
     assert (status, errors) == (0, "")
     assert output.startswith("say hello\n\n") and "drafted tokens accepted" in output
+
+
+async def test_over_grpc_with_a_key(
+    settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = build(GatewaySettings, settings.model_dump() | {"api_keys": ["secret"]})
+    async for stack in run_stack(settings, tokenizer, tmp_path / "v.sock"):
+        stack.verifier.script = steps(stack.ids("hello"))
+        status, _, errors = await run(*GRPC, "say ", stack.grpc_address)
+        assert status == 1 and "key" in errors
+        monkeypatch.setenv("FORETOKEN_API_KEY", "secret")
+        status, output, errors = await run(*GRPC, "say ", stack.grpc_address)
+        assert (status, errors) == (0, "") and output.startswith("say hello")
 
 
 @pytest.mark.parametrize("example", [OPENAI, GRPC])
