@@ -17,12 +17,12 @@ import sys
 from pathlib import Path
 
 PACKAGES = ("foretoken", "gateway", "verifier_svc", "drafter_svc", "protos", "foretoken_kernels")
-# Extras, which are not installed: only modules that run on a GPU, in Ray, or publish KV events may want them.
-EXTRAS = {"triton", "cuda", "flashinfer", "ray", "zmq", "msgspec"}
+# Extras, which are not installed: only modules that run on a GPU, in Ray, publish KV events or send spans may want them.
+EXTRAS = ("triton", "cuda", "flashinfer", "ray", "zmq", "msgspec", "opentelemetry.exporter.otlp")
 COMMANDS = {
     "": (
         *("serve", "gateway", "verifier", "drafter", "doctor", "train", "convert", "probe", "complete"),
-        *("bench", "corpus", "drafters", "key"),
+        *("bench", "tune", "corpus", "drafters", "key"),
     ),
     "corpus": ("add", "list", "remove"),
     "drafters": ("list", "attach", "detach"),
@@ -51,17 +51,21 @@ def import_everything(sources: Path) -> int:
             try:
                 importlib.import_module(module.name)
             except ModuleNotFoundError as error:
-                if str(error.name).partition(".")[0] not in EXTRAS:
+                if not _is_of_an_extra(error):
                     raise
                 continue
             count += 1
     return count
 
 
+def _is_of_an_extra(error: ModuleNotFoundError) -> bool:
+    return any(f"{error.name}.".startswith(f"{name}.") for name in EXTRAS)
+
+
 def _raise(name: str) -> None:
     """Raise the error of a walked package, unless an extra is missing."""
     error = sys.exc_info()[1]
-    if not (isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in EXTRAS):
+    if not (isinstance(error, ModuleNotFoundError) and _is_of_an_extra(error)):
         raise RuntimeError(f"cannot import {name}") from error
 
 
