@@ -17,11 +17,11 @@ from benchmarks.stack import (
     StackError,
     answers,
     drafters_attached,
-    free_ports,
     running_server,
     serve_command,
 )
 from foretoken.bench.client import Address
+from foretoken.free_ports import free_ports
 
 READY_TIMEOUT_S = 600.0
 # After this long, drafters that are not attached are measured as missing.

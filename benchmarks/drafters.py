@@ -12,7 +12,6 @@ import argparse
 import functools
 import json
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -239,12 +238,7 @@ def main() -> None:
     except (StackError, StreamError, UnexpectedAnswerError, TooShortError) as error:
         _progress(f"failed: {error}")
         sys.exit(1)
-    facts = {
-        "command": shlex.join(["python", "-m", "benchmarks.drafters", *sys.argv[1:]]),
-        "machine": f"{environment.machine()}; used: {cores}, load {load:.1f} before",
-        "versions": environment.versions(),
-        "commit": environment.commit() or "unknown",
-        "time": f"{time.monotonic() - began:.0f} s",
+    facts = environment.facts("benchmarks.drafters", f"{cores}, load {load:.1f} before", began) | {
         "repeated code": f"{len(measured.repeated)} prompts whose output lies to {REPEATED:.0%} in {NGRAM}-grams that "
         "occur twice or more in it",
     }

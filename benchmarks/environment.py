@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,6 +63,23 @@ def commit() -> str:
     """Return the commit and whether tracked files differ from it; empty outside a clone."""
     head = _git("rev-parse", "--short=12", "HEAD")
     return f"{head} with changes" if head and _git("status", "--porcelain", "--untracked-files=no") else head
+
+
+def facts(module: str, used: str, began: float) -> dict[str, str]:
+    """Return what a report says of its run.
+
+    Args:
+        module: that was run with this process's arguments.
+        used: of the machine, and its load.
+        began: as of time.monotonic().
+    """
+    return {
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "machine": f"{machine()}; used: {used}",
+        "versions": versions(),
+        "commit": commit() or "unknown",
+        "time": f"{time.monotonic() - began:.0f} s",
+    }
 
 
 def _git(*words: str) -> str:

@@ -35,10 +35,11 @@ from tokenizers import Tokenizer
 
 from benchmarks import environment
 from benchmarks.prompts import code_prompts
-from benchmarks.stack import POLL_S, READY_TIMEOUT_S, StackError, free_ports
+from benchmarks.stack import POLL_S, READY_TIMEOUT_S, StackError
 from foretoken import rpc
 from foretoken.bench.client import Address, complete, get
 from foretoken.bench.completion import StreamError
+from foretoken.free_ports import free_ports
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 
 InfoContext: TypeAlias = "grpc.aio.ServicerContext[verifier_pb2.GetInfoRequest, verifier_pb2.GetInfoResponse]"

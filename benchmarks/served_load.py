@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import os
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -177,12 +176,7 @@ def main() -> None:
     except (StackError, StreamError, UnexpectedAnswerError) as error:
         progress(f"failed: {error}")
         sys.exit(1)
-    facts = {
-        "command": shlex.join(["python", "-m", "benchmarks.served_load", *sys.argv[1:]]),
-        "machine": f"{environment.machine()}; used: {cores}, load {load:.1f} before",
-        "versions": environment.versions(),
-        "commit": environment.commit() or "unknown",
-        "time": f"{time.monotonic() - began:.0f} s",
+    facts = environment.facts("benchmarks.served_load", f"{cores}, load {load:.1f} before", began) | {
         "client": f"at most {measured.busiest:.0%} of a core"
         + (": IT MAY BE THE LIMIT" if measured.busiest > CLIENT_LIMIT else ""),
     }

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -229,13 +228,9 @@ def main() -> None:
         except ForetokenError as error:
             progress(f"failed: {error}")
             sys.exit(1)
-    facts = {
-        "command": shlex.join(["python", "-m", "benchmarks.tune", *sys.argv[1:]]),
-        "machine": f"{environment.machine()}; used: {cores}, load {load:.1f} before, {os.getloadavg()[0]:.1f} after",
-        "versions": environment.versions(),
-        "commit": environment.commit() or "unknown",
-        "time": f"{time.monotonic() - began:.0f} s",
-    }
+    facts = environment.facts(
+        "benchmarks.tune", f"{cores}, load {load:.1f} before, {os.getloadavg()[0]:.1f} after", began
+    )
     if options.output is not None:
         result = facts | content | {"figures": [asdict(figure) for figure in figures]}
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
 """Count what a drafter does for each sequence, for spans.
 
-One span a sequence says more than one a round, of which a request has hundreds.
+A request has hundreds of rounds, so each sequence has one span, and a round has none.
 """
 
 from __future__ import annotations

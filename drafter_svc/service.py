@@ -91,8 +91,8 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         attachment = self._thread.attachment
         if self._tracer is not None and parent is not None and attachment is not None:
             rounds = await asyncio.wrap_future(self._thread.rounds(request.epoch, request.slot, request.generation))
-            algorithm = await asyncio.wrap_future(self._thread.algorithm())
             if rounds is not None:
+                algorithm = await asyncio.wrap_future(self._thread.algorithm())
                 attributes: tracing.Attributes = {
                     tracing.SPEC_DRAFTER: self._name,
                     tracing.SPEC_ALGORITHM: algorithm,

@@ -36,7 +36,8 @@ from benchmarks.routing import simulator, trace
 from benchmarks.routing.modelled_fleet import ModelledFleet
 from benchmarks.routing.modelled_verifier import Costs, SharedCores
 from benchmarks.routing.trace import Mix, Request
-from benchmarks.stack import READY_TIMEOUT_S, ServerProcess, cpu_seconds, free_ports, running_server
+from benchmarks.stack import READY_TIMEOUT_S, ServerProcess, cpu_seconds, running_server
+from foretoken.free_ports import free_ports
 from protos import verifier_pb2, verifier_pb2_grpc
 
 DEMO = environment.ROOT / "models" / "demo" / "target"

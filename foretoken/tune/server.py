@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from foretoken.bench.client import Address, get
 from foretoken.bench.completion import StreamError
 from foretoken.descendants import die_with
 from foretoken.errors import ConfigError, ForetokenError, UnavailableError
+from foretoken.free_ports import free_ports
 from foretoken.supervisor import CONFIG_ERROR_STATUS
 
 HOST = "127.0.0.1"
@@ -37,7 +37,7 @@ def running_server(words: Sequence[str]) -> Iterator[Address]:
         ConfigError: it refused its settings, and has said why.
         ForetokenError: it ended before it was ready.
     """
-    port, grpc_port = _free_ports()
+    port, grpc_port = free_ports(2)
     command = [sys.executable, "-P", "-m", "foretoken", "serve", *words]
     command += ["--host", HOST, "--port", str(port), "--grpc-port", str(grpc_port)]
     child = subprocess.Popen(
@@ -99,14 +99,6 @@ def _readiness(address: Address) -> Literal["starting", "ready", "attached"]:
         return "starting"
     states = {drafter["state"] for verifier in json.loads(body)["verifiers"] for drafter in verifier["drafters"]}
     return "attached" if states <= {"attached"} else "ready"
-
-
-def _free_ports() -> tuple[int, int]:
-    """Return two ports on which nobody listens now."""
-    with socket.socket() as one, socket.socket() as other:
-        for each in (one, other):
-            each.bind((HOST, 0))
-        return one.getsockname()[1], other.getsockname()[1]
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:

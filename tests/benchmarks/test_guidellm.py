@@ -11,11 +11,11 @@ import pytest
 
 from benchmarks.guidellm import to_markdown
 from benchmarks.paced_server import Pace, run
-from benchmarks.stack import free_ports
 from foretoken.bench.client import CHAT, Address, get
 from foretoken.bench.completion import StreamError
 from foretoken.bench.load import running_clients
 from foretoken.bench.stream import Stream
+from foretoken.free_ports import free_ports
 
 
 @pytest.fixture

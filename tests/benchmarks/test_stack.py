@@ -18,12 +18,12 @@ from benchmarks.stack import (
     StackError,
     cpu_seconds,
     describe,
-    free_ports,
     idle_share,
     running_stack,
     service,
     terminable,
 )
+from foretoken.free_ports import free_ports
 from tests.support.scripted_server import scripted_server
 
 PARENT = """

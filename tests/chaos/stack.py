@@ -17,7 +17,7 @@ from typing import IO
 import httpx
 import psutil
 
-from benchmarks.stack import free_ports
+from foretoken.free_ports import free_ports
 from tests.chaos.schedule import DRAFTERS, Process
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ import grpc
 import orjson
 import pytest
 
-from benchmarks.stack import free_ports
 from foretoken import rpc
 from foretoken.errors import UnavailableError
+from foretoken.free_ports import free_ports
 from protos import gateway_pb2, gateway_pb2_grpc
 from tests.chaos.client import Client, Manner
 from tests.chaos.requests import Request

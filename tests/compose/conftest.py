@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.stack import free_ports
+from foretoken.free_ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("gateway", "verifier", "drafter")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.stack import free_ports
 from foretoken.doctor import gpu, packages
 from foretoken.doctor.finding import Finding, as_json, fault, lines, ok, tried, warning
 from foretoken.doctor.gpu import Gpu, GpuProcess, check_gpu, check_gpus
@@ -23,6 +22,7 @@ from foretoken.doctor.sockets import check_sockets
 from foretoken.doctor.space import Space, check_disk, check_shm, read_space
 from foretoken.doctor.torch_build import TorchBuild, check_torch, read_build
 from foretoken.errors import ConfigError
+from foretoken.free_ports import free_ports
 from foretoken.rpc import MAX_UNIX_PATH_BYTES
 from tests.support.command_line import DEMO
 

@@ -19,12 +19,12 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from benchmarks.stack import free_ports
 from drafter_svc.config import DrafterSettings
 from foretoken import links, rpc
 from foretoken.common_settings import LinkSettings
 from foretoken.config import build
 from foretoken.errors import ConfigError
+from foretoken.free_ports import free_ports
 from foretoken.links import CALLERS, NO_CREDENTIALS, Caller, Certificates, LinkCredentials
 from protos import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from tests.support.certificates import Authority

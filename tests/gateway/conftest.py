@@ -13,7 +13,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from benchmarks.stack import free_ports
+from foretoken.free_ports import free_ports
 from gateway.config import GatewaySettings
 from gateway.server import Gateway
 from gateway.tokenizer import Tokenizer

@@ -11,8 +11,8 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.stack import free_ports
 from foretoken.config import build
+from foretoken.free_ports import free_ports
 from gateway.config import GatewaySettings
 from tests.gateway.conftest import Stack, run_stack
 from tests.gateway.scripted_verifier import Player, steps

@@ -18,9 +18,9 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.stack import free_ports
 from foretoken import liveness
 from foretoken.config import build, to_environment, to_flags
+from foretoken.free_ports import free_ports
 from foretoken.telemetry import Family, parse
 from gateway.access.key_file import entry_text
 from gateway.config import GatewaySettings

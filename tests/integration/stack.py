@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.stack import free_ports
+from foretoken.free_ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")} | {

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from fenced_blocks import RUN, Block, blocks
 
-from benchmarks.stack import free_ports
+from foretoken.free_ports import free_ports
 from tests.integration.stack import ENVIRONMENT, Stack, running
 from tests.support.certificates import Authority
 from tests.support.pages import ROOT, pages

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.stack import free_ports
+from foretoken.free_ports import free_ports
 from tests.integration.stack import running, wait_until
 from tests.support.kv_subscriber import Subscriber
 

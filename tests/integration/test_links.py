@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.stack import free_ports
+from foretoken.free_ports import free_ports
 from tests.integration.stack import ENVIRONMENT
 from tests.support.certificates import Authority
 

@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.stack import free_ports
+from foretoken.free_ports import free_ports
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.integration.stack import ENVIRONMENT, Stack, running
 

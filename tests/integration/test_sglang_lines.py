@@ -12,8 +12,8 @@ import httpx
 import pytest
 import torch
 
-from benchmarks.stack import free_ports
 from foretoken import cli, launch_server
+from foretoken.free_ports import free_ports
 from tests.integration.stack import ENVIRONMENT, Stack
 from tests.support.deployments import Targets
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.stack import free_ports
+from foretoken.free_ports import free_ports
 
 # By it llm-d's endpoint picker tells Envoy which pod to use.
 DESTINATION = "x-gateway-destination-endpoint"

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.stack import free_ports
+from foretoken.free_ports import free_ports
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.integration.conftest import build_checkpoint
 from tests.integration.stack import ENVIRONMENT

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.stack import free_ports
+from foretoken.free_ports import free_ports
 from tests.integration.conftest import build_checkpoint
 from tests.integration.stack import ENVIRONMENT
 from tests.kubernetes.chart import LEAST, POOL, Manifest, containers, pods, render

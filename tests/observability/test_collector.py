@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.stack import free_ports
+from foretoken.free_ports import free_ports
 from tests.integration.conftest import build_checkpoint
 from tests.integration.test_trace import check_trace, request_that_loses_its_verifier
 from tests.support.collector import collecting

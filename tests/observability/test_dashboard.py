@@ -21,7 +21,7 @@ import httpx
 import pytest
 import yaml
 
-from benchmarks.stack import free_ports
+from foretoken.free_ports import free_ports
 from foretoken.telemetry import EXPOSITION_TYPE, render
 from gateway.messages import DrafterInfo, VerifierInfo
 from gateway.verifier_metrics import VerifierMetrics

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.stack import free_ports
+from foretoken.free_ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 APPLICATION = "foretoken"

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.stack import free_ports
+from foretoken.free_ports import free_ports
 from tests.chaos.stack import MODEL
 from tests.ray_cluster.cluster import PATIENCE_S, RayCluster, ray_cluster
 from tests.ray_cluster.load import NUM_CLIENTS, Pressure, draw

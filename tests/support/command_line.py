@@ -9,8 +9,8 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from benchmarks.stack import free_ports
 from foretoken.cli import app
+from foretoken.free_ports import free_ports
 from foretoken.supervisor import Service
 
 ROOT = Path(__file__).parents[2]

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.stack import free_ports
 from foretoken.bench import load
 from foretoken.bench.client import CHAT, Address, run_loop
 from foretoken.bench.completion import StreamError
 from foretoken.bench.load import Clients, running_clients
 from foretoken.bench.stream import Stream
+from foretoken.free_ports import free_ports
 from tests.support.scripted_server import STREAM_HEAD, chunk, event, scripted_server, text_event, usage_event
 
 
