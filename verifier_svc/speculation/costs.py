@@ -14,6 +14,8 @@ from verifier_svc.scheduling.draft import Draft
 CURVE_SMOOTHING = 0.05
 # Weight of a new step in what steps take beside the pass and the waits.
 OVERHEAD_SMOOTHING = 0.02
+# What a step takes off the belief that a step which waits for a model takes longer than others.
+OVERHEAD_FADING = 0.0005
 # Steps for which costs are taken as they are: they move slowly, and a step has better to do.
 HOLD_FOR = 16
 
@@ -78,6 +80,9 @@ class DraftCosts:
         """Begin a step of ``batch`` rows, ``num_steps`` after the last call."""
         self._num_steps += 1
         self._waited_s = -_wait_seconds(drafters)
+        # Otherwise a disturbed time would end drafts for good: without them there is nothing to learn from.
+        excess_s = max(self._overhead_s[True] - self._overhead_s[False], 0.0)
+        self._overhead_s[True] -= excess_s * (1 - (1 - OVERHEAD_FADING) ** num_steps)
         for drafter in drafters:
             drafter.record.times.fade(batch, num_steps)
 
@@ -146,10 +151,9 @@ class DraftCosts:
     def observe_overhead(self, seconds: float, *, has_model: bool) -> None:
         """Learn what a step took after the target's pass, and whether it waited for a model meanwhile."""
         overhead_s = max(seconds - self._waited_s, 0.0)
-        known = self._overhead_s[has_model]
+        known = self._overhead_s[has_model] or self._overhead_s[False] or overhead_s
         # A step that took many times as long was disturbed from outside.
-        overhead_s = min(overhead_s, 4 * known) if known else overhead_s
-        self._overhead_s[has_model] += OVERHEAD_SMOOTHING * (overhead_s - known) if known else overhead_s
+        self._overhead_s[has_model] = known + OVERHEAD_SMOOTHING * (min(overhead_s, 4 * known) - known)
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
         """Learn the cost of a step without prefill."""

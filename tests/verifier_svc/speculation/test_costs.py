@@ -58,6 +58,32 @@ def test_what_a_step_has_waited_makes_more_of_it_worthwhile() -> None:
         assert best_counts(costs, [chain(0.4)], batch=1) == [count]
 
 
+def model_drafter() -> Any:
+    record = SimpleNamespace(times=DraftTimes())
+    return SimpleNamespace(name="model", has_model=True, counters=DrafterCounters(), record=record)
+
+
+def test_slow_steps_around_a_models_drafts_are_forgotten_while_there_are_none() -> None:
+    """A busy machine made waiting for a model dear. Then nobody waits, so nothing shows that it is cheap again."""
+    costs, drafter = costs_of({1: 1.0, 8: 1.0}), model_drafter()
+    costs.observe_overhead(0.1, has_model=False)
+    for _ in range(1000):
+        costs.begin_step([drafter], batch=1)
+        costs.observe_overhead(20.0, has_model=True)
+    assert costs.relative([drafter], 1)[1] > 10.0
+    for _ in range(10_000):
+        costs.begin_step([drafter], batch=1)
+    assert costs.relative([drafter], 1)[1] == pytest.approx(1.0, abs=0.2)
+
+
+def test_the_first_disturbed_step_that_waits_for_a_model_says_little() -> None:
+    costs, drafter = costs_of({1: 1.0, 8: 1.0}), model_drafter()
+    costs.observe_overhead(0.1, has_model=False)
+    costs.begin_step([drafter], batch=1)
+    costs.observe_overhead(300.0, has_model=True)
+    assert costs.relative([drafter], 1)[1] == pytest.approx(1.0, abs=0.1)
+
+
 def test_nodes_whose_rows_the_step_has_anyway_are_free() -> None:
     costs = costs_of({1: 2.0, 64: 65.0})
     drafts = [chain(0.1, 0.1, 0.1), chain(0.9, 0.1)]
