@@ -26,8 +26,17 @@ ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.lower(
 SERVICES = ("gateway", "verifier", "drafter")
 # The supervisor's names where they differ.
 ANNOUNCED = {"drafter": "drafter ngram"}
+# Drafts of an exact shape are verified whether they pay or not: on a busy machine they may never pay.
+EXACT = {"shape": {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}}
 # A stream that outlasts its drafter's death and return: its repeating text makes n-grams hit.
-LONG = {"prompt": "for i in range(10):\n", "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "stream": True}
+LONG: dict[str, Any] = {
+    "prompt": "for i in range(10):\n",
+    "max_tokens": 3000,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+    "speculative": EXACT,
+}
 
 
 @dataclass

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.integration.stack import Stack, running, wait_until
+from tests.integration.stack import EXACT, Stack, running, wait_until
 from tests.support.deployments import Targets
 from tests.support.fitted_models import text
 
@@ -42,7 +42,6 @@ def read_numbers(path):
 MAX_TOKENS = 120
 NAMES = ("eagle3", "ngram", "standalone")
 CHOICES = (*NAMES, "merge", "auto")
-SHAPE = {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}
 FIELDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "T=0.7": {"temperature": 0.7},
@@ -87,15 +86,13 @@ def attached(stack: Stack) -> set[str]:
 _TENANTS = itertools.count()
 
 
-def body(
-    drafter: str | None, seed: int = 3, *, shape: Mapping[str, int] | None = None, **fields: Any
-) -> dict[str, Any]:
+def body(drafter: str | None, seed: int = 3, *, exact: bool = False, **fields: Any) -> dict[str, Any]:
     """Return a request of a new tenant, without history. ``drafter`` of None: plain decode."""
     speculative: dict[str, Any] = {"enabled": False} if drafter is None else {"drafter": drafter}
     if fields.pop("few", False) and drafter:
         speculative["max_draft_tokens"] = 2
-    if shape is not None:
-        speculative["shape"] = shape
+    if exact:
+        speculative |= EXACT
     return {
         "model": "target",
         "prompt": text(seed, 40),
@@ -142,16 +139,13 @@ class Tally:
             self.accepted[name] += each["num_accepted_draft_tokens"]
 
     def wait(self, stack: Stack, name: str, **fields: Any) -> None:
-        """Ask until a drafter's tokens were accepted and refused.
-
-        An exact shape drafts whether that pays or not: on a busy machine it may never pay.
-        """
+        """Ask until a drafter's tokens were accepted and refused."""
         expected = outputs(ask(stack, None, **fields))
 
         def has_both() -> bool:
             if 0 < self.accepted[name] < self.drafted[name]:
                 return True
-            answer = ask(stack, name, shape=SHAPE, **fields)
+            answer = ask(stack, name, exact=True, **fields)
             assert outputs(answer) == expected
             self.add(answer)
             return False

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from foretoken.free_ports import free_ports
-from tests.integration.stack import ENVIRONMENT
+from tests.integration.stack import ENVIRONMENT, EXACT
 
 TOY_FORETOKEN = "tests.support.toy_foretoken"
 REACH = "500"
@@ -75,7 +75,7 @@ def complete(url: str, **speculative: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["inside", "outside"])
 def test_its_drafts_are_accepted_and_the_text_is_plain_decodes(url: str, name: str) -> None:
-    plain, drafted = complete(url, enabled=False), complete(url, drafter=name)
+    plain, drafted = complete(url, enabled=False), complete(url, drafter=name, **EXACT)
     assert drafted["choices"][0]["text"] == plain["choices"][0]["text"]
     figures = drafted["metrics"]["speculative_decoding"]["drafters"]
     assert figures.keys() == {name} and figures[name]["num_accepted_draft_tokens"] > 100, figures

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.stack import ENVIRONMENT, Stack, running, wait_until
+from tests.integration.stack import ENVIRONMENT, EXACT, Stack, running, wait_until
 
 KEY = "an operator's own key"
 AUTH = {"authorization": f"Bearer {KEY}"}
@@ -31,7 +31,7 @@ def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def ask(stack: Stack, tenant: str, **more: Any) -> dict[str, Any]:
     """Ask for text that hardly repeats itself, for a tenant without history."""
     sampling = {"max_new_tokens": NUM_TOKENS, "temperature": 1.0, "sampling_seed": 7, "ignore_eos": True}
-    body = {"text": PROMPT, "sampling_params": sampling, "cache_salt": tenant, **more}
+    body = {"text": PROMPT, "sampling_params": sampling, "cache_salt": tenant, "speculative": EXACT, **more}
     answer = httpx.post(f"{stack.url}/generate", json=body, timeout=None, trust_env=False)
     assert answer.status_code == 200, answer.text
     result: dict[str, Any] = answer.json()
@@ -39,7 +39,7 @@ def ask(stack: Stack, tenant: str, **more: Any) -> dict[str, Any]:
 
 
 def accepted(answer: dict[str, Any]) -> int:
-    """Return the accepted tokens; as drafts' sizes depend on step costs, nothing is exact here."""
+    """Return the accepted tokens."""
     count: int = answer["meta_info"]["spec_accept_token_num"]
     return count
 
@@ -57,7 +57,7 @@ def test_a_prediction_is_drafted_from(stack: Stack) -> None:
     tenants = itertools.count()
 
     def is_drafted_from(prediction: list[int], least: int, num_accepted: int) -> bool:
-        """Return whether it is; how much is drafted depends on this machine's costs now."""
+        """Return whether it is; a drafter that is late on a busy machine is not waited for."""
         answer = ask(stack, f"predicted {next(tenants)}", prediction=prediction)
         assert answer["output_ids"] == output
         assert answer["meta_info"]["accepted_prediction_tokens"] >= num_accepted
@@ -79,7 +79,7 @@ def test_corpora_are_drafted_from_until_they_are_removed(stack: Stack) -> None:
     tenants = itertools.count()
 
     def is_drafted_from() -> bool:
-        """Return whether it is; a draft's size depends on this machine's step costs now."""
+        """Return whether it is; a drafter that is late on a busy machine is not waited for."""
         answer = ask(stack, f"tenant {next(tenants)}")
         assert answer["output_ids"] == output
         return accepted(answer) > without + 20

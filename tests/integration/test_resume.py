@@ -21,7 +21,7 @@ import pytest
 
 from foretoken.free_ports import free_ports
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
-from tests.integration.stack import ENVIRONMENT, Stack, running
+from tests.integration.stack import ENVIRONMENT, EXACT, Stack, running
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -220,7 +220,7 @@ async def test_a_verifier_that_dies_or_stops_is_replaced_and_every_answer_is_the
 
 
 async def accepted_tokens(stack: Stack) -> int:
-    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 200, "ignore_eos": True}
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 200, "ignore_eos": True, "speculative": EXACT}
     async with httpx.AsyncClient(base_url=stack.url, trust_env=False, timeout=None) as http:
         answer = (await http.post("/v1/completions", json=body)).json()
     return int(answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"])

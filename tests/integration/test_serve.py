@@ -135,7 +135,7 @@ def test_a_drafter_killed_in_mid_stream_is_started_again_and_changes_no_text(sta
     plain = list(stream(stack.url, speculative={"enabled": False}))
 
     def kill_in_mid_stream() -> bool:
-        """Return whether drafts were accepted; on a busy machine plain decode may win."""
+        """Return whether drafts were accepted; a late drafter is not waited for."""
         nonlocal killed
         chunks: list[dict[str, Any]] = []
         killed = stack.service("drafter")
