@@ -1,4 +1,4 @@
-"""Ask whether a service is ready or alive, over gRPC health, HTTP or a Unix socket."""
+"""Ask whether a service is ready, alive or there, over gRPC health, HTTP or a socket."""
 
 from __future__ import annotations
 
@@ -129,6 +129,26 @@ async def http_answer(
             return await _get(reachable(host), port, path, headers or {}, _own_server() if is_encrypted else None)
     except (OSError, TimeoutError, ValueError):
         return None
+
+
+async def takes_connections(address: str) -> bool:
+    """Return whether a process listens at ``unix:/path`` or host:port, even if it does not answer.
+
+    A service listens before it loads its model, and answers when that is loaded.
+    """
+    path = rpc.unix_path(address)
+    # gRPC admits dns:///host:port and [IPv6]:port.
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    opening = asyncio.open_connection(host.strip("[]"), port) if path is None else asyncio.open_unix_connection(path)
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            _, writer = await opening
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True
 
 
 def reachable(host: str) -> str:

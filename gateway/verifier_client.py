@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from foretoken import rpc
+from foretoken import probes, rpc
 from foretoken.errors import UnavailableError
 from foretoken.links import NO_CREDENTIALS, LinkCredentials
 from gateway import verifier_wire
@@ -31,6 +31,10 @@ SILENCE_LIMIT_S = 5.0
 STALL_S = 0.5
 CONNECT_TIMEOUT_S = 5.0
 INFO_TIMEOUT_S = 2.0
+# Why there is no session with a verifier that never had one, or that had one.
+NOT_THERE = "nothing listens at the verifier's address yet: it may be starting still"
+STARTING = "the verifier is still starting (the first start on a machine compiles kernels, which may take some minutes)"
+RESTARTING = "the verifier takes connections but does not answer: it is starting again, or hangs"
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 1.0
 
@@ -218,8 +222,9 @@ class VerifierClient:
                 self._routes.dispatch(response)
                 self._figures_changed()
         except grpc.aio.AioRpcError as error:
-            what = "cannot be reached" if self._outgoing is None else "lost its session"
-            raise UnavailableError(f"the verifier {what}: {error.code().name}") from error
+            if self._outgoing is not None:
+                raise UnavailableError(f"the verifier lost its session: {error.code().name}") from error
+            raise UnavailableError(await self._unreached(error.code())) from error
         except asyncio.CancelledError:
             if not watch.expired or _is_cancelled():
                 raise
@@ -231,6 +236,15 @@ class VerifierClient:
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
         raise UnavailableError("the verifier ended the session")
+
+    async def _unreached(self, status: grpc.StatusCode) -> str:
+        """Return why there is no session: a verifier that starts listens long before it answers."""
+        if status is not grpc.StatusCode.UNAVAILABLE:
+            return f"the verifier cannot be reached: {status.name}"
+        had_session = bool(self.fingerprint)
+        if await probes.takes_connections(self.address):
+            return RESTARTING if had_session else STARTING
+        return f"the verifier cannot be reached: {status.name}" if had_session else NOT_THERE
 
     async def _refuse(self, reason: str) -> None:
         """Submit no more sequences in this session; running ones continue."""
