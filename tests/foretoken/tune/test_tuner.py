@@ -16,7 +16,7 @@ from foretoken.tune import report, tuner
 from foretoken.tune.candidates import AUTO, PLAIN, Candidate, Drafter, candidates
 from foretoken.tune.choice import choose
 from foretoken.tune.settings import TuneSettings
-from foretoken.tune.tuner import Findings, Tuner
+from foretoken.tune.tuner import Findings, Tuner, plan_of
 
 TRIED = candidates(
     [Drafter("eagle3", has_model=True), Drafter("ngram", has_model=False)], (), TuneSettings().draft_shapes
@@ -95,9 +95,32 @@ def test_a_budget_of_1_is_the_full_grid(made: type[Made]) -> None:
     assert {len(rounds) for found in findings.rates.values() for rounds in found.values()} == {5}
 
 
-def test_too_small_a_budget_is_refused_by_its_flag(made: type[Made]) -> None:
-    with pytest.raises(ConfigError, match="--budget: needs at least 30 rounds for 13 candidates, and may use 12"):
-        tune(max_concurrency="1", budget="0.04")
+@pytest.mark.parametrize(
+    ("values", "has", "would_do"),
+    [
+        ({"max_concurrency": "1", "budget": "0.04"}, 12, {"num_rounds": 58, "budget": 0.1}),
+        ({"max_concurrency": "1,4", "num_rounds": "4"}, 8, {"num_rounds": 15, "budget": 0.73}),
+        # No number of rounds that may be given is enough.
+        ({"max_concurrency": "1", "budget": "0.0001"}, 0, {"budget": 0.1}),
+    ],
+)
+def test_too_small_a_budget_is_refused_with_numbers_that_would_do(
+    values: dict[str, str], has: int, would_do: dict[str, float]
+) -> None:
+    def plan(**more: object) -> object:
+        return plan_of(TuneSettings.model_validate(values | more), TRIED)
+
+    with pytest.raises(
+        ConfigError, match=f"--budget: needs at least 30 rounds for 13 candidates, and may use {has}: "
+    ) as refusal:
+        plan()
+    flags = {"num_rounds": "--num-rounds", "budget": "--budget"}
+    named = " or ".join(f"{flags[name]} {number:g}" for name, number in would_do.items())
+    assert refusal.value.message.endswith(f": {named} would do, or try fewer --shapes")
+    for (name, number), step in zip(would_do.items(), (1, 0.01) if len(would_do) > 1 else (0.01,), strict=True):
+        plan(**{name: number})
+        with pytest.raises(ConfigError):
+            plan(**{name: number - step})
 
 
 @pytest.mark.parametrize(("at", "batches"), [(20, {1}), (60, {1}), (100, {1, 16})])
