@@ -14,7 +14,7 @@ import pytest
 from foretoken.errors import ConfigError
 from foretoken.tune import report, tuner
 from foretoken.tune.candidates import AUTO, PLAIN, Candidate, Drafter, candidates
-from foretoken.tune.choice import choose
+from foretoken.tune.choice import Choice, choose
 from foretoken.tune.settings import TuneSettings
 from foretoken.tune.tuner import Findings, Tuner, plan_of
 
@@ -163,6 +163,17 @@ def test_it_says_so_when_plain_decode_or_auto_is_best() -> None:
             findings.rates[1][PLAIN] = [50.0]
         choice = choose(report.medians(findings), {1: 1.0})
         assert choice.candidate == best and words in report.to_lines(findings, choice)[-1]
+
+
+def test_the_report_says_on_which_text_it_was_measured() -> None:
+    plain, tree, file = Choice(PLAIN, 0, 1.0), Choice(TRIED[2], 0, 1.0), Path("mine.jsonl")
+    for choice in (plain, tree):
+        (line,) = report.to_caution(choice, None)
+        assert "random words" in line and "--dataset-name file --dataset-path FILE" in line
+        assert ("Speculation is off" in line) == (choice == plain)
+    (line,) = report.to_caution(plain, file)
+    assert "the prompts of mine.jsonl" in line and "random" not in line
+    assert report.to_caution(tree, file) == []
 
 
 def test_settings_are_split_at_commas_and_checked(tmp_path: Path) -> None:
