@@ -224,7 +224,9 @@ class VerifierClient:
         except grpc.aio.AioRpcError as error:
             if self._outgoing is not None:
                 raise UnavailableError(f"the verifier lost its session: {error.code().name}") from error
-            raise UnavailableError(await self._unreached(error.code())) from error
+            raise UnavailableError(
+                await _unreached(self.address, error.code(), had_session=bool(self.fingerprint))
+            ) from error
         except asyncio.CancelledError:
             if not watch.expired or _is_cancelled():
                 raise
@@ -236,15 +238,6 @@ class VerifierClient:
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
         raise UnavailableError("the verifier ended the session")
-
-    async def _unreached(self, status: grpc.StatusCode) -> str:
-        """Return why there is no session: a verifier that starts listens long before it answers."""
-        if status is not grpc.StatusCode.UNAVAILABLE:
-            return f"the verifier cannot be reached: {status.name}"
-        had_session = bool(self.fingerprint)
-        if await probes.takes_connections(self.address):
-            return RESTARTING if had_session else STARTING
-        return f"the verifier cannot be reached: {status.name}" if had_session else NOT_THERE
 
     async def _refuse(self, reason: str) -> None:
         """Submit no more sequences in this session; running ones continue."""
@@ -282,6 +275,16 @@ class VerifierClient:
     async def _changed(self) -> None:
         if self._on_change is not None:
             await self._on_change()
+
+
+async def _unreached(address: str, status: grpc.StatusCode, *, had_session: bool) -> str:
+    """Return why there is no session: a verifier that starts listens long before it answers."""
+    cause = f"the verifier cannot be reached: {status.name}"
+    if status is not grpc.StatusCode.UNAVAILABLE:
+        return cause
+    if await probes.takes_connections(address):
+        return RESTARTING if had_session else STARTING
+    return cause if had_session else NOT_THERE
 
 
 def _is_cancelled() -> bool:
