@@ -32,7 +32,7 @@ STALL_S = 0.5
 CONNECT_TIMEOUT_S = 5.0
 INFO_TIMEOUT_S = 2.0
 # Why there is no session with a verifier that never had one, or that had one.
-NOT_THERE = "nothing listens at the verifier's address yet: it may be starting still"
+NOT_THERE = "the verifier is starting, or not there: nothing listens at its address yet"
 STARTING = "the verifier is still starting (the first start on a machine compiles kernels, which may take some minutes)"
 RESTARTING = "the verifier takes connections but does not answer: it is starting again, or hangs"
 FIRST_BACKOFF_S = 0.05
