@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import json
 import ssl
 import time
@@ -18,6 +19,10 @@ from foretoken import liveness, rpc
 from foretoken.links import NO_CREDENTIALS, LinkCredentials
 
 PROBE_TIMEOUT_S = 1.0
+# For a reaction to a connection's first bytes.
+SILENCE_S = 0.2
+# RFC 9113: what a client sends first, with empty settings.
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
@@ -131,24 +136,38 @@ async def http_answer(
         return None
 
 
-async def takes_connections(address: str) -> bool:
-    """Return whether a process listens at ``unix:/path`` or host:port, even if it does not answer.
+class Listener(enum.Enum):
+    """What is found at an address that a gRPC call could not use."""
 
-    A service listens before it loads its model, and answers when that is loaded.
-    """
+    NONE = enum.auto()  # nothing listens
+    SILENT = enum.auto()  # connections are taken, and nobody reads them: a service listens before it loads its model
+    ANSWERS = enum.auto()  # it reacts to gRPC's first bytes, be it by closing: the two do not agree, on TLS for one
+
+
+async def listener_at(address: str) -> Listener:
+    """Look what listens at ``unix:/path`` or host:port; takes SILENCE_S for one that does not answer."""
     path = rpc.unix_path(address)
     # gRPC admits dns:///host:port and [IPv6]:port.
     host, _, port = address.rpartition("/")[2].rpartition(":")
     opening = asyncio.open_connection(host.strip("[]"), port) if path is None else asyncio.open_unix_connection(path)
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            _, writer = await opening
+            reader, writer = await opening
     except (OSError, TimeoutError):
-        return False
-    writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
-    return True
+        return Listener.NONE
+    try:
+        writer.write(_HTTP2_PREFACE)
+        async with asyncio.timeout(SILENCE_S):
+            await reader.read(1)
+    except TimeoutError:
+        return Listener.SILENT
+    except OSError:
+        return Listener.ANSWERS
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+    return Listener.ANSWERS
 
 
 def reachable(host: str) -> str:

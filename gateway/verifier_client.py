@@ -13,9 +13,10 @@ from typing import Any
 
 import grpc
 
-from foretoken import probes, rpc
+from foretoken import rpc
 from foretoken.errors import UnavailableError
 from foretoken.links import NO_CREDENTIALS, LinkCredentials
+from foretoken.probes import Listener, listener_at
 from gateway import verifier_wire
 from gateway.messages import SequenceSink, SequenceSpec, VerifierInfo
 from gateway.sequence_routes import UNAVAILABLE, SequenceRoutes
@@ -279,12 +280,12 @@ class VerifierClient:
 
 async def _unreached(address: str, status: grpc.StatusCode, *, had_session: bool) -> str:
     """Return why there is no session: a verifier that starts listens long before it answers."""
-    cause = f"the verifier cannot be reached: {status.name}"
-    if status is not grpc.StatusCode.UNAVAILABLE:
-        return cause
-    if await probes.takes_connections(address):
+    found = Listener.ANSWERS if status is not grpc.StatusCode.UNAVAILABLE else await listener_at(address)
+    if found is Listener.SILENT:
         return RESTARTING if had_session else STARTING
-    return cause if had_session else NOT_THERE
+    if found is Listener.NONE and not had_session:
+        return NOT_THERE
+    return f"the verifier cannot be reached: {status.name}"
 
 
 def _is_cancelled() -> bool:
