@@ -7,7 +7,10 @@ import argparse
 import os
 import sys
 
-from openai import APIConnectionError, OpenAI, OpenAIError
+try:
+    from openai import APIConnectionError, OpenAI, OpenAIError
+except ModuleNotFoundError as error:
+    sys.exit(f"there is no package {error.name} here; install it with: {sys.executable} -m pip install openai")
 
 parser = argparse.ArgumentParser(description="Stream a completion with the openai client.")
 parser.add_argument("prompt", nargs="?", default="def read_json(path):", help="text to continue (default: %(default)s)")

@@ -20,6 +20,11 @@ IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors", "*.py", "*.bin", "*.pt")
 # MODEL of the bundled demo model, unless a folder has that name.
 DEMO = "demo"
 DEMO_SERVED_NAME = "foretoken-demo"
+# Seconds that the hub has for one answer.
+HUB_TIMEOUT_S = 10.0
+# What may have been meant by a name without a slash.
+_MEANT = "; a folder? check its path; a model of the hub? its id is ORG/NAME (a few old ones, as gpt2, have no ORG)"
+_NO_ID = " (nor can it be a hub id, which is ORG/NAME)"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -64,8 +69,10 @@ def resolve(model: str, revision: str | None = None) -> Path:
         return demo_folder() / "target"
     if path.is_file():
         raise ConfigError(f"expected a folder or a hub id, not a file: {model}")
-    if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
+    if model.startswith((".", "/", "~")):
         raise ConfigError(f"no such folder: {model}")
+    if not _HUB_ID.fullmatch(model):
+        raise ConfigError(f"no such folder: {model}{_NO_ID}")
     return _download(model, revision)
 
 
@@ -80,12 +87,31 @@ def config_file(model: str, revision: str | None = None) -> Path | None:
     from huggingface_hub import errors, hf_hub_download
 
     with _plain_errors(model, revision):
+        if "/" not in model:
+            _ask_once(model, revision)
         try:
             return Path(hf_hub_download(model, "config.json", revision=revision))
         except errors.EntryNotFoundError as error:
             if isinstance(error, errors.LocalEntryNotFoundError):
                 raise
             return None
+
+
+def _ask_once(model: str, revision: str | None) -> None:
+    """Raise the library's error if the hub does not have a model that is not cached, or does not answer.
+
+    A download would retry for half a minute: too long for a name that is more likely a mistyped folder.
+    """
+    from huggingface_hub import HfApi, errors, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
+        return
+    try:
+        HfApi().model_info(model, revision=revision, timeout=HUB_TIMEOUT_S)
+    except (errors.HfHubHTTPError, errors.HFValidationError):
+        raise
+    except Exception as error:  # Of the HTTP client, or because the hub is switched off.
+        raise errors.LocalEntryNotFoundError(str(error)) from error
 
 
 def cached(model: str, revision: str | None = None) -> Path | None:
@@ -156,6 +182,7 @@ def _plain_errors(model: str, revision: str | None, file: str = "") -> Iterator[
     from huggingface_hub import errors
 
     at = f" at revision {revision}" if revision else ""
+    meant = "" if "/" in model else _MEANT
     try:
         yield
     except errors.GatedRepoError:
@@ -163,10 +190,14 @@ def _plain_errors(model: str, revision: str | None, file: str = "") -> Iterator[
     except errors.RevisionNotFoundError:
         raise ConfigError(f"--revision: the hub has no {revision!r} of {model}") from None
     except errors.RepositoryNotFoundError:
-        raise ConfigError(f"no folder and no public hub id: {model} (a private one needs: hf auth login)") from None
+        raise ConfigError(
+            f"no folder and no public hub id: {model} (a private one needs: hf auth login){meant}"
+        ) from None
+    except errors.HFValidationError:
+        raise ConfigError(f"no such folder: {model}{_NO_ID}") from None
     except errors.LocalEntryNotFoundError:
         raise ConfigError(
-            f"{model}{at} is neither a folder nor a cached model, and the hub does not answer or is switched off"
+            f"{model}{at} is neither a folder nor a cached model, and the hub does not answer or is switched off{meant}"
         ) from None
     except errors.EntryNotFoundError:
         raise ConfigError(f"there is no file {file} here or in {model}{at} on the hub") from None

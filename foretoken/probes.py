@@ -1,9 +1,10 @@
-"""Ask whether a service is ready or alive, over gRPC health, HTTP or a Unix socket."""
+"""Ask whether a service is ready, alive or there, over gRPC health, HTTP or a socket."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import json
 import ssl
 import time
@@ -18,6 +19,10 @@ from foretoken import liveness, rpc
 from foretoken.links import NO_CREDENTIALS, LinkCredentials
 
 PROBE_TIMEOUT_S = 1.0
+# For a reaction to a connection's first bytes.
+SILENCE_S = 0.2
+# RFC 9113: what a client sends first, with empty settings.
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
@@ -129,6 +134,40 @@ async def http_answer(
             return await _get(reachable(host), port, path, headers or {}, _own_server() if is_encrypted else None)
     except (OSError, TimeoutError, ValueError):
         return None
+
+
+class Listener(enum.Enum):
+    """What is found at an address that a gRPC call could not use."""
+
+    NONE = enum.auto()  # nothing listens
+    SILENT = enum.auto()  # connections are taken, and nobody reads them: a service listens before it loads its model
+    ANSWERS = enum.auto()  # it reacts to gRPC's first bytes, be it by closing: the two do not agree, on TLS for one
+
+
+async def listener_at(address: str) -> Listener:
+    """Look what listens at ``unix:/path`` or host:port; takes SILENCE_S for one that does not answer."""
+    path = rpc.unix_path(address)
+    # gRPC admits dns:///host:port and [IPv6]:port.
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    opening = asyncio.open_connection(host.strip("[]"), port) if path is None else asyncio.open_unix_connection(path)
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            reader, writer = await opening
+    except (OSError, TimeoutError):
+        return Listener.NONE
+    try:
+        writer.write(_HTTP2_PREFACE)
+        async with asyncio.timeout(SILENCE_S):
+            await reader.read(1)
+    except TimeoutError:
+        return Listener.SILENT
+    except OSError:
+        return Listener.ANSWERS
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+    return Listener.ANSWERS
 
 
 def reachable(host: str) -> str:

@@ -112,7 +112,12 @@ def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
         if callers.current().may_see:
             details["model"] = core.settings.served_model_name
             details["verifiers"] = [
-                {"address": client.address, "up": client.is_up, "drafters": _drafters(infos[client.address])}
+                {
+                    "address": client.address,
+                    "up": client.is_up,
+                    "reason": "" if client.is_up else client.reason,
+                    "drafters": _drafters(infos[client.address]),
+                }
                 for client in core.verifiers.clients
             ]
         headers = {} if is_ready else {"retry-after": str(http.RETRY_AFTER_S)}

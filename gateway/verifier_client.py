@@ -16,6 +16,7 @@ import grpc
 from foretoken import rpc
 from foretoken.errors import UnavailableError
 from foretoken.links import NO_CREDENTIALS, LinkCredentials
+from foretoken.probes import Listener, listener_at
 from gateway import verifier_wire
 from gateway.messages import SequenceSink, SequenceSpec, VerifierInfo
 from gateway.sequence_routes import UNAVAILABLE, SequenceRoutes
@@ -31,6 +32,10 @@ SILENCE_LIMIT_S = 5.0
 STALL_S = 0.5
 CONNECT_TIMEOUT_S = 5.0
 INFO_TIMEOUT_S = 2.0
+# Why there is no session with a verifier that never had one, or that had one.
+NOT_THERE = "the verifier is starting, or not there: nothing listens at its address yet"
+STARTING = "the verifier is still starting (the first start on a machine compiles kernels, which may take some minutes)"
+RESTARTING = "the verifier takes connections but does not answer: it is starting again, or hangs"
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 1.0
 
@@ -218,8 +223,11 @@ class VerifierClient:
                 self._routes.dispatch(response)
                 self._figures_changed()
         except grpc.aio.AioRpcError as error:
-            what = "cannot be reached" if self._outgoing is None else "lost its session"
-            raise UnavailableError(f"the verifier {what}: {error.code().name}") from error
+            if self._outgoing is not None:
+                raise UnavailableError(f"the verifier lost its session: {error.code().name}") from error
+            raise UnavailableError(
+                await _unreached(self.address, error.code(), had_session=bool(self.fingerprint))
+            ) from error
         except asyncio.CancelledError:
             if not watch.expired or _is_cancelled():
                 raise
@@ -268,6 +276,16 @@ class VerifierClient:
     async def _changed(self) -> None:
         if self._on_change is not None:
             await self._on_change()
+
+
+async def _unreached(address: str, status: grpc.StatusCode, *, had_session: bool) -> str:
+    """Return why there is no session: a verifier that starts listens long before it answers."""
+    found = Listener.ANSWERS if status is not grpc.StatusCode.UNAVAILABLE else await listener_at(address)
+    if found is Listener.SILENT:
+        return RESTARTING if had_session else STARTING
+    if found is Listener.NONE and not had_session:
+        return NOT_THERE
+    return f"the verifier cannot be reached: {status.name}"
 
 
 def _is_cancelled() -> bool:

@@ -19,7 +19,7 @@ from mkdocs.structure import StructureItem
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
-from site_links import IMAGES, PAGES, ROOT, SOURCE, linked, repository_path, site_uri, suited
+from site_links import IMAGES, PAGES, ROOT, linked, repository_path, search_options, site_uri, suited
 
 REST = "rest-api.md"
 HIGHLIGHTED = {".json": "json", ".proto": "protobuf", ".py": "python", ".toml": "toml", ".yaml": "yaml"}
@@ -54,12 +54,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links to the site's pages, and say what blocks need."""
+    """Lead links to the site's pages, say what blocks need, and how a search ranks the page."""
     here = page.file.src_uri
     path = repository_path(here)
-    if here.startswith(SOURCE):
-        # Files of the repository are not what a search is for.
-        page.meta["search"] = {"exclude": True}
+    page.meta["search"] = search_options(here)
     if not (ROOT / path).exists():
         return markdown
     # The first page is alone in its section; wide tables want the room of an empty table of contents.

@@ -23,6 +23,10 @@ PAGES = {
 }
 # Where other files are that a page links.
 SOURCE = "source/"
+# Pages that tell why and when; a search shows those first that say how. The share of their score that they keep is so
+# small because a word of a title counts a thousand times as much as one of a text.
+HISTORY = ("decisions/", "changelog.md")
+HISTORY_BOOST = 0.001
 LINK = re.compile(r"\[(?P<words>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 TITLE = re.compile(r"^# (.+)", re.MULTILINE)
 CODE = re.compile(r"`[^`\n]+`")
@@ -44,6 +48,14 @@ def site_uri(path: str) -> str:
     if path.startswith(DOCS) and not path.startswith("docs/site/"):
         return path.removeprefix(DOCS)
     return SOURCE + (path if path.endswith((".md", *IMAGES)) else f"{path}.md")
+
+
+def search_options(uri: str) -> dict[str, bool | float]:
+    """Return what Material's search is to do with a page of the site, as its front matter would say."""
+    if uri.startswith(SOURCE):
+        # Files of the repository are not what a search is for.
+        return {"exclude": True}
+    return {"boost": HISTORY_BOOST} if uri.startswith(HISTORY) else {}
 
 
 def linked(page: str, text: str) -> Iterator[str]:

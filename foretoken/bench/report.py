@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,14 +12,14 @@ from foretoken.bench.picture import Mark, Picture
 from foretoken.bench.sweep import Row
 
 FORMAT = 1
-# Of a comparison.
+# Of a comparison: title, and whether more is better.
 COMPARED = {
-    "tokens_per_s": "tok/s",
-    "requests_per_s": "requests/s",
-    "ttft_p50_ms": "TTFT p50",
-    "tpot_p50_ms": "TPOT p50",
-    "e2e_p50_ms": "end to end p50",
-    "interactivity_p50": "interactivity p50",
+    "tokens_per_s": ("tok/s", True),
+    "requests_per_s": ("requests/s", True),
+    "ttft_p50_ms": ("TTFT p50", False),
+    "tpot_p50_ms": ("TPOT p50", False),
+    "e2e_p50_ms": ("end to end p50", False),
+    "interactivity_p50": ("interactivity p50", True),
 }
 
 
@@ -132,7 +133,14 @@ def to_ratios(found: Sequence[Ratio], names: Sequence[str], width: int) -> str:
         for ratio in found
     }
     columns = [[load, *(cells.get((load, figure), "") for figure in COMPARED)] for load in loads]
-    return f"{' / '.join(names)}:\n\n" + _folded(["load", *COMPARED.values()], columns, width)
+    titles = [f"{title} ({'higher' if more else 'lower'})" for title, more in COMPARED.values()]
+    first, second = names
+    head = (
+        f"{first} / {second}: the figure of {first} over that of {second}, median of the rounds (least to most).",
+        f"(higher): {first} is better if the ratio is above 1. (lower): if it is below 1.",
+    )
+    lines = [wrapped for line in head for wrapped in textwrap.wrap(line, width)]
+    return "\n".join(lines) + "\n\n" + _folded(["load", *titles], columns, width)
 
 
 def to_details(rows: Sequence[Row]) -> str:

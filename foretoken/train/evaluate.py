@@ -12,6 +12,9 @@ from foretoken.errors import ConfigError
 from foretoken.train.recipe import Recipe
 from foretoken.train.target import FrozenTarget
 
+# With fewer tokens a step than this, even a drafter that costs nothing gains less than 5%.
+LEAST_TOKENS_PER_STEP = 1.05
+
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
@@ -27,6 +30,11 @@ class Acceptance:
     per_step: tuple[float, ...]
     tokens_per_step: float
     num_chains: int
+
+    @property
+    def is_useless(self) -> bool:
+        """Whether so little is accepted that drafts are not worth their cost."""
+        return self.tokens_per_step < LEAST_TOKENS_PER_STEP
 
     def __str__(self) -> str:
         steps = " ".join(f"{each:.3f}" for each in self.per_step)

@@ -236,6 +236,12 @@ class Trainer:
         (options.output / "train.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         (options.output / CHECKPOINT_FILE).unlink(missing_ok=True)
         _say(f"written: {options.output}")
+        if acceptance.is_useless:
+            _say(
+                f"WARNING: a step with this drafter writes {acceptance.tokens_per_step:.2f} tokens, and 1 without, so "
+                f"drafts are not worth their cost. Train for more than {progress.step} steps (--steps, --minutes), on "
+                "more text like that of your requests (--data), or on text of the target's own (--self-text)"
+            )
 
     def _autocast(self) -> AbstractContextManager[object]:
         return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()

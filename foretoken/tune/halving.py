@@ -26,6 +26,14 @@ class Rung:
     num_rounds: int
 
 
+class TooFewRoundsError(ValueError):
+    """A budget is smaller than ``least``, one round of each candidate in each rung."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__(f"needs at least {least} rounds")
+        self.least = least
+
+
 def plan_rungs(num_contenders: int, num_kept: int, budget: int) -> tuple[Rung, ...]:
     """Return the rungs that ``budget`` rounds in all allow: about as many rounds in each rung.
 
@@ -34,14 +42,14 @@ def plan_rungs(num_contenders: int, num_kept: int, budget: int) -> tuple[Rung, .
         num_kept: candidates that are never dropped.
 
     Raises:
-        ValueError: the budget is too small for one round of each.
+        TooFewRoundsError: the budget is too small for one round of each.
     """
     sizes = [num_contenders]
     while sizes[-1] > FINALISTS:
         sizes.append(max(FINALISTS, math.ceil(sizes[-1] / 2)))
     sizes = [size + num_kept for size in sizes]
     if budget < sum(sizes):
-        raise ValueError(f"needs at least {sum(sizes)} rounds for {sizes[0]} candidates, and may use {budget}")
+        raise TooFewRoundsError(sum(sizes))
     rungs, left = [], budget
     for place, size in enumerate(sizes):
         later = sizes[place + 1 :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -53,6 +54,25 @@ def to_lines(findings: Findings, choice: Choice) -> list[str]:
         lines.append(f"best with {batch} at once: {best.name}, {rates[best]:.0f} tok/s{more}")
     lines.append(f"for all: {choice.name}, {choice.score:.0%} of the best of each. {_why(choice)}")
     return lines
+
+
+def to_caution(choice: Choice, dataset_path: Path | None) -> list[str]:
+    """Return what to know of the text that was measured; nothing where drafts won on the user's own prompts.
+
+    ``dataset_path``: the prompts' file; None: they were random words.
+    """
+    if dataset_path is None:
+        off = " Speculation is off on their account alone." if choice.candidate == PLAIN else ""
+        return [
+            "CAUTION: this was measured on random words, of which drafters guess little; your text may do otherwise."
+            f"{off} Try prompts of yours: --dataset-name file --dataset-path FILE, one prompt a line"
+        ]
+    if choice.candidate == PLAIN:
+        return [
+            f"this was measured on the prompts of {dataset_path}; drafts may be worth their cost on other text, "
+            "which --dataset-path names"
+        ]
+    return []
 
 
 def to_content(findings: Findings, choice: Choice, facts: dict[str, Any]) -> dict[str, Any]:

@@ -87,7 +87,10 @@ def run(settings: TuneSettings, address: Address, tried: Sequence[Candidate], sa
     options = RequestOptions(settings.endpoint, settings.output_len, settings.temperature)
     target = Target("server", address, served_model(address), options)
     if settings.dataset_path is None:
-        say("prompts are random words, which suit drafters less than text does: --dataset-path names a file of yours")
+        say(
+            "prompts are random words, which suit drafters less than text does; for prompts of yours: "
+            "--dataset-name file --dataset-path FILE"
+        )
     tried = accepted(tried, target, say)
     most = max(Point(concurrency=batch).num_clients() for batch in settings.batches)
     facts = {
@@ -105,7 +108,7 @@ def run(settings: TuneSettings, address: Address, tried: Sequence[Candidate], sa
     share = f"{findings.num_rounds} of the full grid's {tuner.num_grid_rounds} rounds in {findings.seconds:.0f} s"
     if findings.is_interrupted:
         share += "; INTERRUPTED, so all of this is preliminary"
-    lines = [*report.to_lines(findings, choice), share]
+    lines = [*report.to_lines(findings, choice), *report.to_caution(choice, settings.dataset_path), share]
     if settings.picture is not None:
         _write(settings.picture, report.draw(findings, choice), "--picture")
     if settings.output_file is not None:

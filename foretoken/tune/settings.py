@@ -12,6 +12,8 @@ from foretoken.config import AUTO, Flag
 from foretoken.tune.candidates import DEFAULT_SHAPES, Shape, parse_shape
 
 DEFAULT_BATCHES = (1, 4, 16)
+# Of the full grid, for each candidate.
+MAX_ROUNDS = 10_000
 
 
 class TuneSettings(LoadSettings):
@@ -34,7 +36,7 @@ class TuneSettings(LoadSettings):
         Field(default=(), description="Drafters to try; those joined by + draft together.")
     )
     num_rounds: int = Field(
-        default=24, ge=4, le=10_000, description="Rounds of requests that the full grid gives each candidate."
+        default=24, ge=4, le=MAX_ROUNDS, description="Rounds of requests that the full grid gives each candidate."
     )
     budget: float = Field(
         default=0.2, gt=0, le=1, description="Share of the full grid's rounds to use. 1: measure the full grid."

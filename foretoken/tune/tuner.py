@@ -12,9 +12,9 @@ from foretoken.bench.target import Target
 from foretoken.errors import ConfigError
 from foretoken.tune.candidates import BASELINES, Candidate
 from foretoken.tune.choice import best_of
-from foretoken.tune.halving import Halving, Rung, plan_rungs
+from foretoken.tune.halving import Halving, Rung, TooFewRoundsError, plan_rungs
 from foretoken.tune.measure import Meter
-from foretoken.tune.settings import TuneSettings
+from foretoken.tune.settings import MAX_ROUNDS, TuneSettings
 
 # Share of the rounds that compare the winners of all batches everywhere.
 COMMON_SHARE = 0.2
@@ -142,16 +142,31 @@ class Tuner:
 
 
 def plan_of(settings: TuneSettings, candidates: Sequence[Candidate]) -> tuple[Rung, ...]:
-    """Return the rungs of one number of requests at once. Raises ConfigError if there are too few rounds."""
-    count, rounds = len(candidates), settings.num_rounds
+    """Return the rungs of one number of requests at once.
+
+    Raises ConfigError, with numbers that would do, if there are too few rounds.
+    """
+    count, rounds, budget = len(candidates), settings.num_rounds, settings.budget
     kept = sum(candidate in BASELINES for candidate in candidates)
-    if settings.budget == 1 or count == kept:
+    if budget == 1 or count == kept:
         return (Rung(count, rounds),)
     share = 1 - COMMON_SHARE if len(settings.batches) > 1 else 1.0
+
+    def usable(num_rounds: int, budget: float) -> int:
+        return int(share * budget * count * num_rounds)
+
     try:
-        return plan_rungs(count - kept, kept, int(share * settings.budget * count * rounds))
-    except ValueError as error:
-        raise ConfigError(f"--budget: {error}: raise it or --num-rounds, or try fewer --shapes") from None
+        return plan_rungs(count - kept, kept, usable(rounds, budget))
+    except TooFewRoundsError as error:
+        least = error.least
+    enough_rounds = next((n for n in range(rounds, MAX_ROUNDS + 1) if usable(n, budget) >= least), None)
+    # Of the whole grid there is always enough.
+    enough_budget = next((n / 100 for n in range(1, 100) if usable(rounds, n / 100) >= least), 1.0)
+    would_do = f"--num-rounds {enough_rounds} or " if enough_rounds else ""
+    raise ConfigError(
+        f"--budget: needs at least {least} rounds for {count} candidates, and may use {usable(rounds, budget)}: "
+        f"{would_do}--budget {enough_budget:g} would do, or try fewer --shapes"
+    )
 
 
 def _rungs_text(rungs: Sequence[Rung]) -> str:

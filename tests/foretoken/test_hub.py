@@ -65,7 +65,7 @@ class Hub:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    with running_hub({"org/model": FILES, "org/bare": {"README.md": b"# bare"}}) as server:
+    with running_hub({"org/model": FILES, "org/bare": {"README.md": b"# bare"}, "old-id": FILES}) as server:
         yield Hub(server, tmp_path / "cache")
 
 
@@ -127,6 +127,27 @@ def test_what_cannot_be_had_is_one_line(
     last = result.stderr.splitlines()[-1]
     assert last.startswith(f"ConfigError: {message}")
     assert "Traceback" not in result.stderr
+
+
+def test_a_name_without_a_slash_is_asked_for_once(hub: Hub) -> None:
+    """It is an old id or, more likely, a mistyped folder, for which nobody waits."""
+    found = hub.resolve("config", "old-id")
+    assert Path(found.stdout.strip()).read_bytes() == FILES["config.json"], found.stderr
+    assert hub.resolve("config", "old-id", HF_ENDPOINT="http://127.0.0.1:9").stdout == found.stdout
+    hub.server.paths.clear()
+    unknown = hub.resolve("config", "nonexist")
+    assert [path for path in hub.server.paths if "nonexist" in path] == ["/api/models/nonexist"]
+    away = hub.resolve("config", "nonexist", HF_ENDPOINT="http://127.0.0.1:9")
+    offline = hub.resolve("config", "nonexist", HF_HUB_OFFLINE="1")
+    for result, why in (
+        (unknown, "no folder and no public hub id: nonexist"),
+        (away, "nonexist is neither a folder nor a cached model, and the hub does not answer"),
+        (offline, "nonexist is neither a folder nor a cached model, and the hub does not answer"),
+    ):
+        # One line: nothing was retried.
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(f"ConfigError: {why}") and "a folder?" in line and "ORG/NAME" in line
+    assert "nor can it be a hub id" in hub.resolve("config", "a--b").stderr
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import site_pictures
-from site_links import linked, repository_path, site_uri, suited
+from site_links import HISTORY_BOOST, linked, repository_path, search_options, site_uri, suited
 
 from tests.support.pages import ROOT
 
@@ -32,6 +32,20 @@ from tests.support.pages import ROOT
 )
 def test_links_lead_to_pages_of_the_site(page: str, link: str, on_the_site: str) -> None:
     assert suited(page, link) == on_the_site
+
+
+@pytest.mark.parametrize(
+    ("page", "options"),
+    [
+        ("docs/decisions/0006-new-requests-wait.md", {"boost": HISTORY_BOOST}),
+        ("CHANGELOG.md", {"boost": HISTORY_BOOST}),
+        ("docs/tune.md", {}),
+        ("README.md", {}),
+        ("examples/openai_stream.py", {"exclude": True}),
+    ],
+)
+def test_a_search_ranks_guides_before_records(page: str, options: dict[str, object]) -> None:
+    assert search_options(site_uri(page)) == options and HISTORY_BOOST < 1
 
 
 def test_a_link_to_no_file_is_an_error() -> None:

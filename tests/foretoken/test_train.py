@@ -22,9 +22,11 @@ from foretoken.models.draft_head import HostDraftHead, load_head
 from foretoken.models.draft_weights import HeadSource
 from foretoken.models.target_weights import load_target_weights
 from foretoken.train import target as target_module
+from foretoken.train import trainer
 from foretoken.train.__main__ import parse, run
 from foretoken.train.data import load_split
 from foretoken.train.eagle import EagleRecipe
+from foretoken.train.evaluate import Acceptance
 from foretoken.train.options import ALGORITHMS, TrainOptions
 from foretoken.train.standalone import StandaloneRecipe
 from foretoken.train.trainer import CHECKPOINT_FILE, learning_rate_share, train
@@ -68,6 +70,26 @@ def test_the_loss_falls_and_acceptance_is_reported(
     assert report["num_steps"] == 60 and report["num_tokens"] == 60 * 4 * 16
     assert "tokens/s" in (printed := capsys.readouterr().out) and "held-out acceptance per step" in printed
     assert not (tmp_path / CHECKPOINT_FILE).exists()
+
+
+@pytest.mark.parametrize(("share", "is_warned"), [(0.0, True), (0.04, True), (0.06, False)])
+def test_a_drafter_that_accepts_almost_nothing_is_warned_of(
+    share: float,
+    is_warned: bool,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trainer, "measure", lambda *words: Acceptance((share,), 1 + share, 100))
+    train(options(folder, tmp_path, "standalone", "--steps", "1"))
+    *_, before, last = capsys.readouterr().out.splitlines()
+    written = f"written: {tmp_path}"
+    if is_warned:
+        assert before == written and last.startswith(f"WARNING: a step with this drafter writes {1 + share:.2f} tokens")
+        assert all(flag in last for flag in ("1 steps", "--steps", "--data", "--self-text"))
+    else:
+        assert last == written
 
 
 def test_self_text_is_prompts_and_what_the_target_writes_and_says_what_it_does(

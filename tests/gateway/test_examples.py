@@ -44,6 +44,13 @@ async def test_help_is_no_prompt(example: tuple[str, ...]) -> None:
     assert output.startswith("usage: ") and "make serve" not in output
 
 
+async def test_a_missing_client_is_named_with_what_installs_it() -> None:
+    without = f"import runpy, sys; sys.modules['openai'] = None; runpy.run_path({OPENAI[0]!r})"
+    status, output, errors = await run("-c", without)
+    assert (status, output) == (1, "")
+    assert errors == f"there is no package openai here; install it with: {sys.executable} -m pip install openai\n"
+
+
 @pytest.mark.parametrize(
     "form", ["{}/v1/", *(pytest.param(form, marks=pytest.mark.slow) for form in ("{}", "{}/", "{}/v1"))]
 )

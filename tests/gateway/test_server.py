@@ -16,11 +16,13 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from foretoken import rpc
 from foretoken.errors import CheckpointError, ConfigError
 from gateway.config import GatewaySettings
 from gateway.grpc.api import SERVICE_NAME
 from gateway.server import Gateway, run
 from gateway.tokenizer import Tokenizer
+from gateway.verifier_client import STARTING
 from tests.gateway.conftest import LONG_TOKEN, Stack, events, run_stack
 from tests.gateway.scripted_verifier import LENGTH, STOP, Player, ScriptedVerifier, serving, steps
 from tests.support.tcp_clients import JSON_TYPE, raw_post
@@ -49,6 +51,7 @@ async def test_not_ready_without_a_verifier(settings: GatewaySettings) -> None:
         assert (ready.status_code, ready.json()["status"]) == (503, "not ready")
         for answer in (await client.get("/v1/models"), await client.post(URL, json={"prompt": "a"})):
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert answer.json()["error"]["code"] == "service_unavailable"
         (verifier,) = (await client.get("/version")).json()["verifiers"]
         assert "model_name" not in verifier
         up = f'foretoken_verifier_up{{model_name="tiny",verifier="{settings.verifiers[0]}"}}'
@@ -57,6 +60,26 @@ async def test_not_ready_without_a_verifier(settings: GatewaySettings) -> None:
         assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
         alive = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert alive.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_clients_read_that_the_verifier_is_still_starting(settings: GatewaySettings) -> None:
+    settings = settings.model_copy(update={"verifier_wait_s": 0.0})
+    (address,) = settings.verifiers
+    # It listens and serves nothing, like a verifier that loads its model.
+    loading = rpc.async_server()
+    rpc.bind(loading, address)
+    async with (
+        Gateway(settings),
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}", timeout=None, headers=JSON_TYPE) as client,
+    ):
+        while (await client.get("/ready")).json()["verifiers"][0]["reason"] != STARTING:
+            pass
+        answer = await client.post(URL, json={"prompt": "a"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("service_unavailable_error", "service_unavailable")
+        assert error["message"] == f"not ready: {STARTING}"
+    await loading.stop(None)
 
 
 async def test_ready_and_version_show_drafters_and_transports(stack: Stack) -> None:

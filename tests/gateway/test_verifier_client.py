@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from foretoken import rpc
 from foretoken.errors import ForetokenError, UnavailableError
+from foretoken.free_ports import free_ports
 from foretoken.results import FinishReason
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from gateway.messages import Finished, NewTokens, SequenceSpec
-from gateway.verifier_client import VerifierClient, _SilenceWatch
+from gateway.verifier_client import NOT_THERE, RESTARTING, STARTING, VerifierClient, _SilenceWatch
+from protos import verifier_pb2_grpc
 from tests.gateway.scripted_verifier import LENGTH, Player, ScriptedVerifier, serving, steps
 
 pytestmark = pytest.mark.anyio
@@ -167,6 +170,34 @@ async def test_a_restarted_verifier_is_found_again(tmp_path: Path) -> None:
     assert changes == [True, False, True, False]
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def reason_of(client: VerifierClient, reason: str) -> None:
+    """Wait until there is no session because of ``reason``."""
+    while client.is_up or client.reason != reason:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+async def test_one_that_loads_is_told_apart_from_one_that_is_not_there(kind: str, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'v.sock'}" if kind == "unix" else f"127.0.0.1:{free_ports(1)[0]}"
+    client = VerifierClient(address)
+    running = asyncio.create_task(client.run())
+    try:
+        for waits_for in ((NOT_THERE, STARTING), ("the verifier cannot be reached: UNAVAILABLE", RESTARTING)):
+            await reason_of(client, waits_for[0])
+            # As the service does: it binds, loads its model, and serves only then.
+            server = rpc.async_server()
+            rpc.bind(server, address)
+            await reason_of(client, waits_for[1])
+            verifier_pb2_grpc.add_VerifierServiceServicer_to_server(ScriptedVerifier(vocab_size=100), server)
+            await server.start()
+            await client.wait_up()
+            await server.stop(None)
+            rpc.remove_socket(address)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_a_silent_verifier_is_a_dead_one(tmp_path: Path) -> None:

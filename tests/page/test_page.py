@@ -14,7 +14,7 @@ from gateway.access.key_file import entry_text
 from gateway.config import GatewaySettings
 from protos import common_pb2, verifier_pb2
 from tests.gateway.conftest import Stack
-from tests.gateway.scripted_verifier import ABORT, Player, ScriptedVerifier, steps
+from tests.gateway.scripted_verifier import ABORT, LENGTH, STOP, Player, ScriptedVerifier, steps
 from tests.page.conftest import DESKTOP, PHONE, Opened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.page]
@@ -146,6 +146,60 @@ async def test_a_models_text_never_becomes_html(stack: Stack, opened: Opened) ->
     assert await opened.page.locator(".output").all_text_contents() == [hostile, hostile]
     assert await opened.page.locator(".output *:not(span)").count() == 0
     assert await opened.page.title() == "foretoken"
+
+
+async def notes(opened: Opened) -> list[str]:
+    """Return what is said beside each run."""
+    return await opened.page.locator(".panel .row p").all_inner_texts()
+
+
+async def test_each_run_says_how_it_ended(stack: Stack, opened: Opened) -> None:
+    page = opened.page
+    ids = stack.ids("hello world")
+    for reason, ending in ((LENGTH, "done at the length limit"), (STOP, "done")):
+        stack.verifier.script = steps(ids, reason=reason)
+        await page.click("#run")
+        await page.wait_for_selector(".verdict.same")
+        assert await notes(opened) == [f"{len(ids)} tokens, {ending}"] * 2
+    # The plain run never began.
+    never = asyncio.Event()
+    stack.verifier.script = lambda player: paused(player, ids, never)
+    await page.click("#run")
+    await page.wait_for_selector(".output:has-text('hello world')")
+    await page.click("#stop")
+    await page.wait_for_selector(".panel .row p:has-text('stopped')")
+    assert await notes(opened) == [f"{len(ids)} tokens, stopped", "not run"]
+
+    # The drafters' run is over when the plain one is stopped.
+    async def only_drafted(player: Player) -> None:
+        await (steps(ids)(player) if player.sequence.speculation.enabled else paused(player, ids[:1], never))
+
+    stack.verifier.script = only_drafted
+    await page.click("#run")
+    await page.wait_for_selector(".panel:nth-child(2) .row p:has-text('1 tokens, running')")
+    await page.keyboard.press("Escape")
+    await page.wait_for_selector(".panel .row p:has-text('stopped')")
+    assert await notes(opened) == [f"{len(ids)} tokens, done at the length limit", "1 tokens, stopped"]
+
+
+async def test_ctrl_enter_runs_from_anywhere_on_the_tab(stack: Stack, opened: Opened) -> None:
+    page = opened.page
+    await page.uncheck("#compare")
+    for count, place in enumerate(("#max-tokens", "#run", "#drafter", "#tab-completion", "body"), start=1):
+        stack.verifier.script = steps(stack.ids(f"run {count}"))
+        await (page.evaluate("() => document.activeElement.blur()") if place == "body" else page.focus(place))
+        await page.keyboard.press("Control+Enter")
+        await page.wait_for_selector(f".output:has-text('run {count}')")
+        await page.wait_for_function("() => !document.getElementById('run').disabled")
+        assert len(stack.verifier.submitted) == count
+    # Neither behind a dialog nor on another tab.
+    await page.click("#open-key")
+    await page.keyboard.press("Control+Enter")
+    await page.keyboard.press("Escape")
+    await page.click("#tab-operator")
+    await page.keyboard.press("Control+Enter")
+    await page.click("#tab-completion")
+    assert await page.is_enabled("#run") and len(stack.verifier.submitted) == count
 
 
 async def test_stop_ends_the_run_and_keeps_the_text(stack: Stack, opened: Opened) -> None:
@@ -399,7 +453,11 @@ class TestKeys:
         stack.verifier.script = drafted(stack)
         dialog = page.locator("dialog[open]")
         await dialog.wait_for()
-        assert "needs a key" in await dialog.inner_text()
+        asked = await dialog.inner_text()
+        assert "This server needs a key." in asked and "Paste the key" in asked
+        # Headers are for programs.
+        shown = asked + await text_of(opened, "#server")
+        assert "Bearer" not in shown and "x-api-key" not in shown
         await page.fill("#key", "wrong")
         await page.keyboard.press("Enter")
         # A narrow header cuts the reason off, so the dialog has it too.

@@ -65,13 +65,15 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.server.paths.append(path)
         parts = path.removeprefix("/api/models").strip("/").split("/")
-        name, action, rest = "/".join(parts[:2]), parts[2] if len(parts) > 2 else "", parts[3:]
+        # Old ids have no organization.
+        length = 1 if parts[0] in self.server.repositories else 2
+        name, (action, *rest) = "/".join(parts[:length]), parts[length:] or [""]
         if name == "org/gated":
             self.reply(403, b'{"error": "gated"}', {"X-Error-Code": "GatedRepo"})
         elif name not in self.server.repositories:
             self.reply(404, b'{"error": "not found"}', {"X-Error-Code": "RepoNotFound"})
-        elif action == "revision":
-            self.revision(name, rest[-1])
+        elif action in ("", "revision"):
+            self.revision(name, rest[-1] if rest else "main")
         elif action == "tree":
             files = self.server.repositories[name].items()
             entries = [{"type": "file", "path": file, "size": len(data), "oid": etag(data)} for file, data in files]

@@ -50,6 +50,8 @@ async function messageOf(answer) {
   try {
     const parsed = JSON.parse(text);
     message = parsed.error?.message ?? text;
+    // After the colon it says in which headers a program shows a key; people have a field for it.
+    if (answer.status === 401) message = sentence(message.split(":")[0]);
   } catch {
     // A proxy's page, for one.
     message = text.slice(0, 300);
@@ -57,6 +59,8 @@ async function messageOf(answer) {
   const wait = answer.headers.get("retry-after");
   return `${message || answer.statusText}${answer.status === 429 && wait ? ` Try again in ${wait} s.` : ""}`;
 }
+
+const sentence = (text) => `${text.charAt(0).toUpperCase()}${text.slice(1)}.`;
 
 export async function getJson(path, options) {
   return (await call(path, options)).json();

@@ -27,15 +27,17 @@ export class Generator {
     byId("clear").addEventListener("click", () => this.clear());
     byId("drafter").addEventListener("change", () => this.allowComparing());
     byId("prediction").addEventListener("input", () => this.showLegend());
-    byId("prompt").addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
-        event.preventDefault();
-        this.run();
-      }
-    });
-    document.addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && !document.querySelector("dialog[open]")) this.stop();
-    });
+    document.addEventListener("keydown", (event) => this.onKey(event));
+  }
+
+  // Runs and stops from anywhere on the tab; on a link Ctrl+Enter has another meaning.
+  onKey(event) {
+    if (document.querySelector("dialog[open]")) return;
+    if (event.key === "Escape") this.stop();
+    const runs = event.key === "Enter" && (event.ctrlKey || event.metaKey);
+    if (!runs || byId("generate").hidden || event.target.closest("a")) return;
+    event.preventDefault();
+    this.run();
   }
 
   get isRunning() {

@@ -7,6 +7,8 @@ import {drawTree} from "./tree.js";
 const LEAST_TIMED_TOKENS = 8;
 // A view that is this close to its end follows the text.
 const FOLLOW_PX = 40;
+// What is said of a run by its finish reason; of others only that it is done.
+const ENDINGS = {length: "done at the length limit", abort: "aborted by the operator"};
 
 export class Panel {
   tokenIds = [];
@@ -38,6 +40,20 @@ export class Panel {
     }
   }
 
+  // Says that the run goes on from here.
+  begin() {
+    this.hasBegun = true;
+    this.say("running");
+  }
+
+  // Says how the run ended. ``cut``: what ended it before the server did.
+  finish(cut = "") {
+    if (this.isOver) return;
+    this.isOver = true;
+    const ending = this.hasBegun ? cut : "not run";
+    this.say(this.finishReason || !ending ? ENDINGS[this.finishReason] ?? "done" : ending);
+  }
+
   // Says how far the run is.
   say(state) {
     this.state = state;
@@ -66,6 +82,7 @@ export class Panel {
     // Text that waited for its token's end, or for a stop string.
     if (content.length > joined.length && content.startsWith(joined)) this.append(content.slice(joined.length), "");
     this.content += content;
+    this.finishReason = choice.finish_reason ?? this.finishReason;
     if (choice.draft_tree) this.lastTree = choice.draft_tree;
   }
 

@@ -71,7 +71,7 @@ export class Turn {
   }
 
   endAs(word) {
-    for (const panel of this.panels) if (!panel.isOver) panel.say(word);
+    for (const panel of this.panels) panel.finish(word);
   }
 
   // Runs the drafters first: they would learn the text from the plain run. Later, so that neither slows the other.
@@ -93,14 +93,13 @@ export class Turn {
   }
 
   async stream(panel, body, signal) {
-    panel.say("running");
+    panel.begin();
     // Neither run may find cached text of the other.
     const salted = this.compares ? {...body, cache_salt: randomSalt()} : body;
     const path = this.isChat ? "v1/chat/completions" : "v1/completions";
     try {
       for await (const event of streamEvents(path, salted, signal)) panel.add(event);
-      panel.isOver = true;
-      panel.say("done");
+      panel.finish();
     } finally {
       panel.scheduleFrame();
     }

@@ -77,8 +77,8 @@ def test_a_table_is_as_wide_as_the_terminal_at_most(width: int, at_once: int) ->
     assert max(len(cells(table.splitlines()[0])) - 1 for table in tables) == at_once
     ratios = [report.Ratio(str(load), figure, (1.0, 1.5)) for load in range(4) for figure in report.COMPARED]
     title, *tables = report.to_ratios(ratios, ["first", "second"], 80).split("\n\n")
-    assert title == "first / second:" and all(len(line) <= 80 for table in tables for line in table.splitlines())
-    assert [each["load"] for each in columns("\n\n".join(tables))] == ["0", "1", "2", "3"]
+    assert all(len(line) <= 80 for part in (title, *tables) for line in part.splitlines())
+    assert [each["load"] for each in columns("\n\n".join(tables))] == ["0", "1", "2", "3"] and len(tables) == 2
 
 
 def test_rounds_are_shown_by_their_median_and_range() -> None:
@@ -102,7 +102,17 @@ def test_ratios_are_of_the_pairs_and_not_of_the_medians() -> None:
     assert found["tokens_per_s"].ratios == pytest.approx((0.5, 0.5, 0.2)) and found["tokens_per_s"].median == 0.5
     assert found["ttft_p50_ms"].median == pytest.approx(2.0)
     text = report.to_ratios(list(found.values()), ["first", "second"], 80)
-    assert text.startswith("first / second:") and "0.500 (0.200 to 0.500)" in text
+    assert (
+        text.startswith("first / second: the figure of first over that of second") and "0.500 (0.200 to 0.500)" in text
+    )
+    (column,) = columns(text.partition("\n\n")[2])
+    higher = {"tok/s (higher)", "requests/s (higher)", "interactivity p50 (higher)"}
+    assert {title for title in column if title.endswith(")")} == higher | {
+        "TTFT p50 (lower)",
+        "TPOT p50 (lower)",
+        "end to end p50 (lower)",
+    }
+    assert column["TTFT p50 (lower)"].startswith("2.000") and "first is better if the ratio is above 1" in text
     assert report.ratios(rows, ["first"]) == []
 
 

@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from foretoken.tune.halving import FINALISTS, Halving, Rung, plan_rungs
+from foretoken.tune.halving import FINALISTS, Halving, Rung, TooFewRoundsError, plan_rungs
 
 KEPT = ("plain", "auto")
 
@@ -70,7 +70,7 @@ def test_the_budget_is_kept_and_used(num_contenders: int, share: float) -> None:
 
 
 def test_a_budget_that_is_too_small_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs at least 30 rounds for 13 candidates, and may use 29"):
+    with pytest.raises(TooFewRoundsError, match="needs at least 30 rounds"):
         plan_rungs(11, 2, 29)
 
 

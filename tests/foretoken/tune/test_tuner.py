@@ -14,9 +14,9 @@ import pytest
 from foretoken.errors import ConfigError
 from foretoken.tune import report, tuner
 from foretoken.tune.candidates import AUTO, PLAIN, Candidate, Drafter, candidates
-from foretoken.tune.choice import choose
+from foretoken.tune.choice import Choice, choose
 from foretoken.tune.settings import TuneSettings
-from foretoken.tune.tuner import Findings, Tuner
+from foretoken.tune.tuner import Findings, Tuner, plan_of
 
 TRIED = candidates(
     [Drafter("eagle3", has_model=True), Drafter("ngram", has_model=False)], (), TuneSettings().draft_shapes
@@ -95,9 +95,32 @@ def test_a_budget_of_1_is_the_full_grid(made: type[Made]) -> None:
     assert {len(rounds) for found in findings.rates.values() for rounds in found.values()} == {5}
 
 
-def test_too_small_a_budget_is_refused_by_its_flag(made: type[Made]) -> None:
-    with pytest.raises(ConfigError, match="--budget: needs at least 30 rounds for 13 candidates, and may use 12"):
-        tune(max_concurrency="1", budget="0.04")
+@pytest.mark.parametrize(
+    ("values", "has", "would_do"),
+    [
+        ({"max_concurrency": "1", "budget": "0.04"}, 12, {"num_rounds": 58, "budget": 0.1}),
+        ({"max_concurrency": "1,4", "num_rounds": "4"}, 8, {"num_rounds": 15, "budget": 0.73}),
+        # No number of rounds that may be given is enough.
+        ({"max_concurrency": "1", "budget": "0.0001"}, 0, {"budget": 0.1}),
+    ],
+)
+def test_too_small_a_budget_is_refused_with_numbers_that_would_do(
+    values: dict[str, str], has: int, would_do: dict[str, float]
+) -> None:
+    def plan(**more: object) -> object:
+        return plan_of(TuneSettings.model_validate(values | more), TRIED)
+
+    with pytest.raises(
+        ConfigError, match=f"--budget: needs at least 30 rounds for 13 candidates, and may use {has}: "
+    ) as refusal:
+        plan()
+    flags = {"num_rounds": "--num-rounds", "budget": "--budget"}
+    named = " or ".join(f"{flags[name]} {number:g}" for name, number in would_do.items())
+    assert refusal.value.message.endswith(f": {named} would do, or try fewer --shapes")
+    for (name, number), step in zip(would_do.items(), (1, 0.01) if len(would_do) > 1 else (0.01,), strict=True):
+        plan(**{name: number})
+        with pytest.raises(ConfigError):
+            plan(**{name: number - step})
 
 
 @pytest.mark.parametrize(("at", "batches"), [(20, {1}), (60, {1}), (100, {1, 16})])
@@ -140,6 +163,17 @@ def test_it_says_so_when_plain_decode_or_auto_is_best() -> None:
             findings.rates[1][PLAIN] = [50.0]
         choice = choose(report.medians(findings), {1: 1.0})
         assert choice.candidate == best and words in report.to_lines(findings, choice)[-1]
+
+
+def test_the_report_says_on_which_text_it_was_measured() -> None:
+    plain, tree, file = Choice(PLAIN, 0, 1.0), Choice(TRIED[2], 0, 1.0), Path("mine.jsonl")
+    for choice in (plain, tree):
+        (line,) = report.to_caution(choice, None)
+        assert "random words" in line and "--dataset-name file --dataset-path FILE" in line
+        assert ("Speculation is off" in line) == (choice == plain)
+    (line,) = report.to_caution(plain, file)
+    assert "the prompts of mine.jsonl" in line and "random" not in line
+    assert report.to_caution(tree, file) == []
 
 
 def test_settings_are_split_at_commas_and_checked(tmp_path: Path) -> None:
