@@ -128,12 +128,11 @@ def _drafters(drafters: Iterable[Drafter], reasons: Mapping[str, str]) -> Render
 
 
 def _states(drafter: Drafter) -> str:
-    """Return a drafter's state, counted if there are several verifiers, and how often it came back."""
+    """Return a drafter's state, counted if there are several verifiers; and how often it was attached, if again."""
     states = drafter.states
     num_verifiers = sum(states.values())
     text = ", ".join(_shown(state) if num_verifiers == 1 else f"{_shown(state)} {states[state]}" for state in states)
-    returns = drafter.attaches - num_verifiers
-    return f"{text}, {returns} returns" if returns > 0 else text
+    return f"{text} ({drafter.attaches} times)" if drafter.attaches > num_verifiers else text
 
 
 def _step_rows(figures: Figures) -> list[Row]:
