@@ -104,8 +104,11 @@ class GatewayReader:
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:
+    """Return the JSON object of an answer. Raises ForetokenError for another answer, as of a proxy."""
     try:
-        found: dict[str, Any] = response.json()
+        found = response.json()
     except ValueError:
-        raise ForetokenError(f"{response.url} answered with status {response.status_code}, without JSON") from None
+        found = None
+    if not isinstance(found, dict):
+        raise ForetokenError(f"{response.url} answered with status {response.status_code}, without a JSON object")
     return found

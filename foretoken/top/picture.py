@@ -78,7 +78,7 @@ def _load_rows(figures: Figures, most_waiting: int) -> list[Row]:
     load = figures.load
     room = f" of {most_waiting}" if most_waiting else ""
     return [
-        ("Requests", f"running {load.running}, waiting {load.waiting_in_verifiers}{room}"),
+        ("Requests", f"running {load.running}, waiting in verifiers {load.waiting_in_verifiers}{room}"),
         (
             "In gateways",
             f"requests {load.in_gateways}, outputs that wait for a verifier {load.waiting_for_a_verifier}",

@@ -131,7 +131,7 @@ def test_the_printed_figures_are_those_of_metrics_and_of_the_clients(stack: Stac
     share = rise("spec_decode_num_accepted_tokens_total") / tokens
     assert 0.1 < share < 1
     assert rows["Tokens a step"] == f"{tokens / rise('engine_steps_total'):.2f}, share from drafts {share:.0%}"
-    assert rows["Requests"] == "running 0, waiting 0 of 2048"
+    assert rows["Requests"] == "running 0, waiting in verifiers 0 of 2048"
     found = rise("prefix_cache_hits_total") / rise("prefix_cache_queries_total")
     assert rows["Prefix cache"] == f"found {found:.0%} of prompt tokens"
     assert rows["Deaths and resumes"] == "verifiers up 1 of 1, outputs resumed 0, preemptions 0"

@@ -126,7 +126,7 @@ def test_the_environments_key_is_sent_and_of_several_the_first() -> None:
 def test_the_operators_key_is_sent_alone_and_shows_more(key_file: Path) -> None:
     with Gateway() as gateway:
         result = top(gateway, "--admin-api-key-file", str(key_file), FORETOKEN_API_KEY="one")
-    assert "waiting 0 of 12" in result.stdout and "Ended " in result.stdout
+    assert "waiting in verifiers 0 of 12" in result.stdout and "Ended " in result.stdout
     assert set(gateway.keys) == {f"Bearer {OPERATOR_KEY}"}
 
 
@@ -167,6 +167,12 @@ def test_a_server_without_operators_endpoints_is_named() -> None:
         assert refusal(gateway, OPERATOR_KEY) == (
             "this server has no endpoints for operators: start it with --admin-api-key-file"
         )
+
+
+@pytest.mark.parametrize("text", ["<html>", "[]"])
+def test_what_a_proxy_answers_is_refused(text: str) -> None:
+    with Gateway(ready=lambda: (502, text)) as gateway:
+        assert refusal(gateway) == f"{gateway.url}/ready answered with status 502, without a JSON object"
 
 
 def test_a_gateway_that_is_not_ready_is_shown() -> None:

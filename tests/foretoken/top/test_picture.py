@@ -71,7 +71,7 @@ def test_a_picture_shows_all_figures() -> None:
     assert max(map(len, drawn)) <= 80
     assert drawn[0].startswith(f"demo at {URL}: ready ") and drawn[0].endswith(", the last 10.0 s")
     shown = {
-        "Requests  ": "running 3, waiting 1",
+        "Requests  ": "running 3, waiting in verifiers 1",
         "In gateways": "requests 4, outputs that wait for a verifier 0",
         "Tokens a second": "output 812.4, prompts 45.0",
         "Requests a second": "finished 1.2, failed 0.0, refused 0.5",
@@ -103,7 +103,7 @@ def test_the_operator_sees_the_last_requests_and_the_queues_room() -> None:
     activity = {"verifiers": [{"max_queue": 2000}, {"max_queue": 48}, {"up": False}], "requests": [REQUEST] * 9}
     drawn = lines(picture(URL, FIGURES, READY, activity))
     assert max(map(len, drawn)) <= 80
-    assert row(drawn, "Requests  ") == "running 3, waiting 1 of 2048"
+    assert row(drawn, "Requests  ") == "running 3, waiting in verifiers 1 of 2048"
     found = drawn[drawn.index("") :]
     last = [line.split()[1:8] for line in found if "20000+101" in line]
     assert last == [["20000+101", "100", "ms", "50.0", "55%", "ok", "eagle3"]] * 5
