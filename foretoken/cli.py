@@ -20,6 +20,7 @@ from foretoken.commands import (
     drafter_commands,
     key_command,
     offline,
+    top_command,
     tune_command,
 )
 from foretoken.commands.client_commands import program, say
@@ -229,6 +230,7 @@ for command in (
     *client_commands.COMMANDS,
     bench_command.bench,
     tune_command.tune,
+    top_command.top,
     key_command.key,
     corpus_commands.app,
     drafter_commands.app,

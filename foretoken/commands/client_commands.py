@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import sys
@@ -20,14 +21,17 @@ url_option = click.option(
     show_default=True,
     help="URL of the gateway. The environment variable SSL_CERT_FILE names roots to check an https one by.",
 )
-operator_key_option = click.option(
+_operator_key = functools.partial(
+    click.option,
     "--admin-api-key-file",
     "key_file",
     type=click.Path(path_type=Path),
-    required=True,
     envvar="FORETOKEN_ADMIN_API_KEY_FILE",
     show_envvar=True,
-    help="File with the operator's key.",
+)
+operator_key_option = _operator_key(required=True, help="File with the operator's key.")
+optional_operator_key_option = _operator_key(
+    show_default="none", help="File with the operator's key: shows the last requests, too."
 )
 
 

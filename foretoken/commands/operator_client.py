@@ -56,5 +56,10 @@ class OperatorClient:
             raise ForetokenError(f"{response.url} answered with status {response.status_code}") from None
         if response.status_code == 404 and error_message == "Not Found":
             # The route is missing, not a corpus or drafter.
-            error_message = "this server has no endpoints for operators: start it with --admin-api-key-file"
+            raise no_operator_endpoints()
         raise ForetokenError(error_message)
+
+
+def no_operator_endpoints() -> ForetokenError:
+    """Return the error to raise where the operator's endpoints are missing."""
+    return ForetokenError("this server has no endpoints for operators: start it with --admin-api-key-file")
