@@ -33,6 +33,7 @@ import uvloop
 from tokenizers import Tokenizer
 
 from benchmarks import environment
+from benchmarks.command import finish
 from benchmarks.prompts import code_prompts
 from benchmarks.stack import READY_TIMEOUT_S, StackError, answers, running_server
 from foretoken import rpc
@@ -314,9 +315,7 @@ def main() -> None:
         *(["tokens a second"] if figures.carried < MIN_CARRIED * options.rate else []),
         *(["p99 gap"] if figures.p99_gap_ms > MAX_P99_GAP_MS else []),
     ]
-    for name in missed:
-        print(f"FAIL: {name}")
-    sys.exit(1 if missed else 0)
+    finish(missed)
 
 
 if __name__ == "__main__":
