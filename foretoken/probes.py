@@ -114,12 +114,6 @@ class FileProbe:
         """Do nothing: nothing stays open between probes."""
 
 
-async def http_ok(host: str, port: int, path: str) -> bool:
-    """Return whether ``GET path`` is answered with status 200."""
-    answer = await http_answer(host, port, path)
-    return answer is not None and answer[0] == 200
-
-
 async def http_answer(
     host: str, port: int, path: str, *, headers: Mapping[str, str] | None = None, is_encrypted: bool = False
 ) -> tuple[int, bytes] | None:
