@@ -15,10 +15,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from foretoken import liveness, rpc
+from foretoken.hosts import bracketed, reachable
 from foretoken.links import NO_CREDENTIALS, LinkCredentials
 
 PROBE_TIMEOUT_S = 1.0
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 class GrpcProbe:
@@ -125,11 +125,6 @@ async def http_answer(
         return None
 
 
-def reachable(host: str) -> str:
-    """Return the address to connect to for an address to listen on."""
-    return _WILDCARDS.get(host, host)
-
-
 def _own_server() -> ssl.SSLContext:
     """Return a context for a server of this machine, whatever names its certificate has."""
     context = ssl.create_default_context()
@@ -144,9 +139,10 @@ async def _get(
     """Return the status and body of one request. Raises ValueError if the answer is not HTTP."""
     reader, writer = await asyncio.open_connection(host, port, ssl=context)
     try:
-        name = f"[{host}]" if ":" in host else host
         lines = "".join(f"{key}: {value}\r\n" for key, value in headers.items())
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: {name}:{port}\r\nConnection: close\r\n{lines}\r\n".encode())
+        writer.write(
+            f"GET {path} HTTP/1.1\r\nHost: {bracketed(host)}:{port}\r\nConnection: close\r\n{lines}\r\n".encode()
+        )
         answer = await reader.read()
     finally:
         writer.close()
