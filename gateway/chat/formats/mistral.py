@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from gateway.chat import lark
 from gateway.chat.call_parser import CallParser, Constraint
-from gateway.chat.json_call import CallState, JsonCall, JsonCallParser, Nesting
+from gateway.chat.json_call import CallState, JsonCall, JsonCallParser
 from gateway.chat.lark import Marks
+from gateway.chat.nesting import Nesting
 from gateway.chat.tool_format import ToolFormat, argument_rules, json_calls
 from gateway.chat.tools import Tool
 
