@@ -124,12 +124,19 @@ class JsonCallParser(CallParser):
 
     # The object that is being read.
     _call: JsonCall | None = None
+    # What stood before it.
+    _mark = ""
+
+    def _begin_object(self, mark: str) -> None:
+        """Read an object from now on, which comes after ``mark``."""
+        self._mark = mark
+        self._call = JsonCall(self.names)
 
     def _is_in_call(self) -> bool:
         return self._call is not None
 
-    def _read_call(self, finished: bool, *, mark: str) -> CallState | None:
-        """Read more of the current object, which came after ``mark``.
+    def _read_call(self, finished: bool) -> CallState | None:
+        """Read more of the current object.
 
         Return its state if it is over; then the text after it, or of what is no call, is undecided.
         """
@@ -148,5 +155,5 @@ class JsonCallParser(CallParser):
         self._call = None
         self._text = call.text
         if call.state is CallState.NOT_A_CALL:
-            self._give_back(mark)
+            self._give_back(self._mark)
         return call.state

@@ -174,15 +174,11 @@ class Pythonic(ToolFormat):
     name = "pythonic"
     aliases = ("llama4_pythonic",)
     marks = (START, END)
+    parser = PythonicParser
 
     @staticmethod
     def fits(template: str) -> bool:
         return "[func_name1(" in template
-
-    def parser(
-        self, names: frozenset[str], hidden: frozenset[str], constraint: Constraint = Constraint.NONE
-    ) -> CallParser:
-        return PythonicParser(names, hidden, constraint)
 
     def rules(self, tools: Sequence[Tool], marks: Marks, most: int) -> list[str]:
         calls = [
