@@ -12,16 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.arms import Arm
-from benchmarks.stack import (
-    ServerProcess,
-    StackError,
-    answers,
-    drafters_attached,
-    running_server,
-    serve_command,
-)
+from benchmarks.stack import ServerProcess, StackError, answers, drafters_attached, running_server
 from foretoken.bench.client import Address
 from foretoken.free_ports import free_ports
+from foretoken.tune.server import serve_command
 
 READY_TIMEOUT_S = 600.0
 # After this long, drafters that are not attached are measured as missing.
@@ -93,7 +87,7 @@ class Launch:
             _end_group(server.pid)
             return
         flags += self.extra
-        command, address = serve_command(self.model, ["--served-model-name", SERVED_NAME, *flags])
+        command, address = serve_command([str(self.model), "--served-model-name", SERVED_NAME, *flags])
         with running_server("foretoken serve", command, log_file=log_file) as server:
             ready_s = server.wait_until(lambda: answers(address, "/ready"), READY_TIMEOUT_S)
             yield ArmServer(address, tuple(flags), ready_s, _attached(server, address, arm.num_drafters, ready_s))

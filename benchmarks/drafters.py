@@ -22,6 +22,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from benchmarks import environment
+from benchmarks.command import finish, progress, take_cores
 from benchmarks.figures import NGRAM, TooShortError, median, repeated_share
 from benchmarks.measure import Bench, Pair, Sample, UnexpectedAnswerError, Workload
 from benchmarks.prompts import code_prompts
@@ -106,7 +107,7 @@ class Measurement:
             *("--drafter", f"name=eagle3-uncoupled,algorithm=EAGLE3,model={DEMO / 'eagle3'},coupled_noise=false"),
         )
         with running_stack(DEMO / "target", self._threads, (*TREE, *tree_drafters)) as (address, _):
-            bench = Bench(functools.partial(complete, address), describe(address)["model"], _progress)
+            bench = Bench(functools.partial(complete, address), describe(address)["model"], progress)
             self._take_plain(bench)
             for name in ("eagle3", "eagle3-fr", "eagle2", "eagle2-fr", "ngram", "eagle3+ngram"):
                 self._accept(bench, name, "5, 4, 16", 0.0)
@@ -115,11 +116,11 @@ class Measurement:
                     self._accept(bench, name, "5, 4, 16", temperature)
         standalone = ("--drafter", f"name=standalone,algorithm=STANDALONE,model={DEMO / 'standalone'}")
         with running_stack(DEMO / "target", self._threads, (*CHAIN, *standalone)) as (address, _):
-            bench = Bench(functools.partial(complete, address), describe(address)["model"], _progress)
+            bench = Bench(functools.partial(complete, address), describe(address)["model"], progress)
             self._accept(bench, "standalone", "4, 1, 5", 0.0)
         with running_stack(DEMO / "target", self._threads, SERVED) as (address, _):
             self.server = describe(address)["model"]
-            bench = Bench(functools.partial(complete, address), self.server, _progress)
+            bench = Bench(functools.partial(complete, address), self.server, progress)
             bench.warm_up(self._code)
             self.pairs = bench.pairs(self._code, self._num_pairs)
             for number, pair in enumerate(self.pairs, start=1):
@@ -144,7 +145,7 @@ class Measurement:
             name, shape, temperature, mean_tokens(samples), per_position(samples), median(list(map(step_ms, samples)))
         )
         self.accepted.append(entry)
-        _progress(f"{name} ({shape}) at T {temperature:g}: {entry.tokens_per_step:.2f} tokens a step")
+        progress(f"{name} ({shape}) at T {temperature:g}: {entry.tokens_per_step:.2f} tokens a step")
 
     def tokens(self, name: str, *, temperature: float = 0.0, only: Sequence[int] | None = None) -> float:
         """Return a drafter's tokens a step, over all prompts or over ``only``."""
@@ -225,10 +226,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     began = time.monotonic()
-    cores = environment.pin_cores(NUM_CORES)
-    load = os.getloadavg()[0]
-    if load > 0.5:
-        _progress(f"this machine is busy (load {load:.1f}); figures will be off")
+    used = take_cores(NUM_CORES)
     measured = Measurement(6, 32, 1) if options.quick else Measurement(NUM_PROMPTS, NUM_TOKENS, NUM_PAIRS)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -236,9 +234,8 @@ def main() -> None:
             write_token_map(token_map, DEMO / "target", TOKEN_MAP_SIZE)
             measured.run(token_map)
     except (StackError, StreamError, UnexpectedAnswerError, TooShortError) as error:
-        _progress(f"failed: {error}")
-        sys.exit(1)
-    facts = environment.facts("benchmarks.drafters", f"{cores}, load {load:.1f} before", began) | {
+        sys.exit(f"failed: {error}")
+    facts = environment.facts("benchmarks.drafters", used, began) | {
         "repeated code": f"{len(measured.repeated)} prompts whose output lies to {REPEATED:.0%} in {NGRAM}-grams that "
         "occur twice or more in it",
     }
@@ -248,15 +245,7 @@ def main() -> None:
     if options.output is not None:
         options.output.write_text(json.dumps(asdict(result) | {"failures": result.failures()}, indent=1) + "\n")
     print(to_markdown(result))
-    for line in result.failures():
-        print(f"FAIL: {line}")
-    if not result.judged:
-        print("A quick run: no bar was judged.")
-    sys.exit(1 if result.failures() else 0)
-
-
-def _progress(line: str) -> None:
-    print(f"bench-drafters: {line}", file=sys.stderr, flush=True)
+    finish(result.failures(), judged=result.judged)
 
 
 if __name__ == "__main__":

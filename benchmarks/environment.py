@@ -16,17 +16,6 @@ PACKAGES = ("torch", "transformers", "numpy", "numba", "grpcio", "fastapi", "uvi
 ROOT = Path(__file__).parents[1]
 
 
-def pin_cores(count: int) -> int:
-    """Keep this process and its children on ``count`` cores, or on all if there are fewer.
-
-    Returns:
-        The number of cores.
-    """
-    cores = sorted(os.sched_getaffinity(0))[:count]
-    os.sched_setaffinity(0, cores)
-    return len(cores)
-
-
 def machine() -> str:
     """Return the processor's name and its number of cores."""
     return f"{processor_name(Path('/proc/cpuinfo').read_text())}, {os.cpu_count()} cores, {platform.system()}"

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,10 +33,11 @@ import uvloop
 from tokenizers import Tokenizer
 
 from benchmarks import environment
+from benchmarks.command import finish
 from benchmarks.prompts import code_prompts
-from benchmarks.stack import POLL_S, READY_TIMEOUT_S, StackError
+from benchmarks.stack import READY_TIMEOUT_S, StackError, answers, running_server
 from foretoken import rpc
-from foretoken.bench.client import Address, complete, get
+from foretoken.bench.client import Address, complete
 from foretoken.bench.completion import StreamError
 from foretoken.free_ports import free_ports
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
@@ -47,7 +47,6 @@ SessionContext: TypeAlias = "grpc.aio.ServicerContext[verifier_pb2.SessionReques
 DEMO = environment.ROOT / "models" / "demo" / "target"
 MAX_MODEL_LEN = 1 << 20
 CLIENT_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 20.0
 # The first steps are not counted: connections, caches and branch predictors are cold.
 WARM_UP_S = 1.0
 MAX_CHUNK_US = 40.0
@@ -189,25 +188,10 @@ def running_gateway(model: Path, verifier: str) -> Iterator[tuple[Address, psuti
     command += ["--served-model-name", "bench", "--log-level", "warning"]
     # -P leaves out the working folder: foretoken need not be installed.
     paths = os.pathsep.join(filter(None, (str(environment.ROOT), os.environ.get("PYTHONPATH"))))
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": paths})
     address = Address("127.0.0.1", port)
-    try:
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while not _is_ready(address):
-            if child.poll() is not None or time.monotonic() > deadline:
-                raise StackError(f"the gateway is not ready, status {child.returncode}")
-            time.sleep(POLL_S)
-        yield address, psutil.Process(child.pid)
-    finally:
-        child.terminate()
-        child.wait(STOP_TIMEOUT_S)
-
-
-def _is_ready(address: Address) -> bool:
-    try:
-        return get(address, "/ready")[0] == 200
-    except (OSError, StreamError):
-        return False
+    with running_server("the gateway", command, environment={**os.environ, "PYTHONPATH": paths}) as server:
+        server.wait_until(lambda: answers(address, "/ready"), READY_TIMEOUT_S)
+        yield address, psutil.Process(server.pid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,9 +315,7 @@ def main() -> None:
         *(["tokens a second"] if figures.carried < MIN_CARRIED * options.rate else []),
         *(["p99 gap"] if figures.p99_gap_ms > MAX_P99_GAP_MS else []),
     ]
-    for name in missed:
-        print(f"FAIL: {name}")
-    sys.exit(1 if missed else 0)
+    finish(missed)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.command import finish, progress
+
 # The most by which the median of the pairs' ratios may differ from 1.
 TOLERANCE = 0.03
 Figures = dict[str, float]
@@ -78,7 +80,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[tuple[Figures, Fi
         turns: list[Callable[[argparse.Namespace, Path], Figures]] = [ours, guidellms]
         found = {turn: turn(options, folder) for turn in (turns if number % 2 == 0 else reversed(turns))}
         pairs.append((found[ours], found[guidellms]))
-        print(f"pair {number + 1}: {pairs[-1]}", file=sys.stderr, flush=True)
+        progress(f"pair {number + 1}: {pairs[-1]}")
     return pairs
 
 
@@ -111,9 +113,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         table, off = to_markdown(measure(options, Path(folder)))
     print(table)
-    for name in off:
-        print(f"FAIL: {name}: off by more than {TOLERANCE:.0%}")
-    sys.exit(1 if off else 0)
+    finish([f"{name}: off by more than {TOLERANCE:.0%}" for name in off])
 
 
 def _run(command: list[str]) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import datetime
 import functools
 import os
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ import psutil
 from tokenizers import Tokenizer
 
 from benchmarks import environment, report
+from benchmarks.command import finish, progress, take_cores
 from benchmarks.figures import NGRAM, TooShortError, decode_rate, median, repeated_share
 from benchmarks.measure import Bench, Pair, ReferencePass, UnexpectedAnswerError, Workload, rate_of
 from benchmarks.prompts import code_prompts, num_files, random_prompts
@@ -78,23 +78,15 @@ class Measured:
 
 def main() -> None:
     options = _parse()
-    began = time.monotonic()
     try:
         result = measure_all(options)
     except (StackError, StreamError, ReferenceFailedError, UnexpectedAnswerError, TooShortError) as error:
-        _progress(f"failed: {error}")
-        sys.exit(1)
-    result.facts["time"] = f"{time.monotonic() - began:.0f} s"
+        sys.exit(f"failed: {error}")
     output = options.output or RESULTS / f"{datetime.datetime.now():%Y-%m-%d-%H%M%S}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(report.to_json(result))
     print(report.to_markdown(result))
-    failures = result.failures()
-    for line in failures:
-        print(f"FAIL: {line}")
-    if not result.judged:
-        print("A quick run: no bar was judged.")
-    sys.exit(1 if failures else 0)
+    finish(result.failures(), judged=result.judged)
 
 
 def _parse() -> argparse.Namespace:
@@ -110,11 +102,9 @@ def _parse() -> argparse.Namespace:
 
 def measure_all(options: argparse.Namespace) -> Report:
     """Start the stack, measure it, and stop it."""
+    began = time.monotonic()
     plan = QUICK if options.quick else FULL
-    num_cores = environment.pin_cores(NUM_CORES)
-    load = os.getloadavg()[0]
-    if load > 0.5:
-        _progress(f"this machine is busy (load {load:.1f}); figures will be off")
+    used = take_cores(NUM_CORES)
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     code = Workload("held-out code", code_prompts(tokenizer, plan.num_prompts), plan.num_tokens)
     random = Workload("random identifiers", random_prompts(tokenizer, plan.num_prompts), plan.num_tokens, 1.0)
@@ -122,10 +112,7 @@ def measure_all(options: argparse.Namespace) -> Report:
     with _server(options, threads) as (address, root):
         measured = _measure(plan, options.model, threads, code, random, address, root)
     result = summarize(measured, judged=plan.judged)
-    result.facts["command"] = shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]])
-    result.facts["machine"] = f"{environment.machine()}; used: {num_cores}, {threads} threads, load {load:.1f} before"
-    result.facts["versions"] = environment.versions()
-    result.facts["commit"] = environment.commit() or "unknown"
+    result.facts.update(environment.facts("benchmarks.run", f"{used}, {threads} threads", began))
     return result
 
 
@@ -135,7 +122,7 @@ def _server(options: argparse.Namespace, threads: int) -> Iterator[tuple[Address
     if options.url is not None:
         yield options.url, None
         return
-    _progress("starting foretoken serve")
+    progress("starting foretoken serve")
     with running_stack(options.model, threads) as (address, root):
         yield address, root
 
@@ -150,7 +137,7 @@ def _measure(
     root: psutil.Process | None,
 ) -> Measured:
     server = describe(address)
-    bench = Bench(functools.partial(complete, address), server["model"], _progress)
+    bench = Bench(functools.partial(complete, address), server["model"], progress)
     for workload in (code, random):
         bench.warm_up(workload)
     code_pairs = bench.pairs(code, plan.num_pairs)
@@ -161,7 +148,7 @@ def _measure(
     warm_pair = bench.warm_pair(code, salt)
     idle = None
     if root is not None:
-        _progress(f"idle for {plan.idle_s:g} s")
+        progress(f"idle for {plan.idle_s:g} s")
         time.sleep(SETTLE_S)
         idle = idle_share(root, plan.idle_s)
     with (
@@ -267,10 +254,6 @@ def _notes(measured: Measured) -> list[str]:
         f"{100 * share:.1f}% of the output tokens lie in an {NGRAM}-gram that occurs twice or more in its output.",
         f"transformers made the same tokens for {num_equal} of {num_outputs} outputs.",
     ]
-
-
-def _progress(line: str) -> None:
-    print(f"bench: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 from benchmarks import environment
 from benchmarks.arm_server import ArmServer, Launch
 from benchmarks.arms import ARMS, Arm
+from benchmarks.command import finish, numbers, progress, take_cores
 from benchmarks.figures import median
 from benchmarks.measure import UnexpectedAnswerError
 from benchmarks.report import Bar, Figure, figures_table, missed_bars
@@ -160,23 +160,19 @@ def to_markdown(found: Sequence[Rounds]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.served_load", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one round, to see that all works; no bar is judged")
-    parser.add_argument("--streams", type=_numbers, default=list(STREAMS), help="numbers of streams, by commas")
+    parser.add_argument("--streams", type=numbers, default=list(STREAMS), help="numbers of streams, by commas")
     parser.add_argument("--output", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     began = time.monotonic()
-    cores = environment.pin_cores(NUM_CORES)
-    load = os.getloadavg()[0]
-    if load > 0.5:
-        progress(f"this machine is busy (load {load:.1f}); figures will be off")
+    used = take_cores(NUM_CORES)
     launch = Launch(DEMO / "target", DEMO / "eagle3", max_running=max(options.streams))
     try:
         with running_clients(1) as clients:
             measured = ServedLoad(launch, clients, 1 if options.quick else NUM_PAIRS)
             found = measured.measure(options.streams)
     except (StackError, StreamError, UnexpectedAnswerError) as error:
-        progress(f"failed: {error}")
-        sys.exit(1)
-    facts = environment.facts("benchmarks.served_load", f"{cores}, load {load:.1f} before", began) | {
+        sys.exit(f"failed: {error}")
+    facts = environment.facts("benchmarks.served_load", used, began) | {
         "client": f"at most {measured.busiest:.0%} of a core"
         + (": IT MAY BE THE LIMIT" if measured.busiest > CLIENT_LIMIT else ""),
     }
@@ -186,21 +182,7 @@ def main() -> None:
         options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print("\n".join(f"- {name}: {text}" for name, text in facts.items()))
     print(f"\n{to_markdown(found)}\n{figures_table(figures, judged=not options.quick)}")
-    failures = [] if options.quick else missed_bars(figures)
-    for line in failures:
-        print(f"FAIL: {line}")
-    if options.quick:
-        print("A quick run: no bar was judged.")
-    sys.exit(1 if failures else 0)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
-
-
-def progress(line: str) -> None:
-    """Print a progress line to stderr."""
-    print(f"bench-load: {line}", file=sys.stderr, flush=True)
+    finish([] if options.quick else missed_bars(figures), judged=not options.quick)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,10 +17,9 @@ import psutil
 
 from foretoken.bench.client import Address, get
 from foretoken.bench.completion import StreamError
-from foretoken.free_ports import free_ports
+from foretoken.tune.server import drafter_states, serve_command, server_process
 
 READY_TIMEOUT_S = 180.0
-STOP_TIMEOUT_S = 30.0
 POLL_S = 0.1
 LOG_TAIL_LINES = 20
 
@@ -54,18 +51,10 @@ def running_stack(
     Raises:
         StackError: the stack ended or was not ready in time. The message has the end of its log.
     """
-    command, address = serve_command(model, ["--threads", str(threads), *flags])
+    command, address = serve_command([str(model), "--threads", str(threads), *flags])
     with running_server("foretoken serve", command, environment=environment, log_file=log_file) as server:
         server.wait_until(lambda: drafters_attached(address, num_drafters), ready_timeout_s)
         yield address, psutil.Process(server.pid)
-
-
-def serve_command(model: Path, flags: Sequence[str]) -> tuple[list[str], Address]:
-    """Return the command of ``foretoken serve`` on free ports, and its REST address."""
-    port, grpc_port = free_ports(2)
-    command = [sys.executable, "-P", "-m", "foretoken", "serve", str(model)]
-    command += ["--port", str(port), "--grpc-port", str(grpc_port), *flags]
-    return command, Address("127.0.0.1", port)
 
 
 class ServerProcess:
@@ -106,22 +95,15 @@ def running_server(
     """Start ``command`` in ``folder``, yield it at once, and stop it at the end.
 
     ``environment``, ``log_file``: as in ``running_stack``.
+
+    Raises:
+        StackError: it did not stop and was killed.
     """
     with log_file.open("w+b") if log_file else tempfile.TemporaryFile() as log:
-        child = subprocess.Popen(
-            command,
-            env=environment,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            with terminable():
-                yield ServerProcess(name, child, log)
-        finally:
-            _stop(name, child)
+        with server_process(command, env=environment, cwd=folder, stdout=log, stderr=log) as child, terminable():
+            yield ServerProcess(name, child, log)
+        if child.returncode == -signal.SIGKILL:
+            raise StackError(f"{name} did not stop in time and was killed")
 
 
 @contextlib.contextmanager
@@ -214,29 +196,10 @@ def answers(address: Address, path: str) -> bool:
 
 def drafters_attached(address: Address, num_drafters: int) -> bool:
     """Return whether the stack accepts requests and every drafter is attached."""
-    try:
-        status, body = get(address, "/ready")
-    except (OSError, StreamError):
-        return False
-    if status != 200:
-        return False
-    verifiers = json.loads(body)["verifiers"]
-    drafters = [drafter for verifier in verifiers for drafter in verifier["drafters"]]
-    return len(drafters) >= num_drafters and all(drafter["state"] == "attached" for drafter in drafters)
+    states = drafter_states(address)
+    return states is not None and len(states) >= num_drafters and set(states) <= {"attached"}
 
 
 def _tail(log: IO[bytes]) -> str:
     log.seek(0)
     return "\n".join(log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-
-
-def _stop(name: str, child: subprocess.Popen[bytes]) -> None:
-    """Stop the server by SIGTERM; if it takes too long, kill the whole process group."""
-    if child.poll() is None:
-        child.terminate()
-    try:
-        child.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        raise StackError(f"{name} did not stop within {STOP_TIMEOUT_S:g} s and was killed") from None

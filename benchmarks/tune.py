@@ -25,6 +25,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from benchmarks import environment
+from benchmarks.command import finish, progress, take_cores
 from benchmarks.figures import median
 from benchmarks.prompts import code_prompts
 from benchmarks.report import Bar, Figure, figures_table, missed_bars
@@ -203,10 +204,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     began = time.monotonic()
-    cores = environment.pin_cores(NUM_CORES)
-    load = os.getloadavg()[0]
-    if load > 0.5:
-        progress(f"this machine is busy (load {load:.1f}); figures will be off")
+    used = take_cores(NUM_CORES)
     with tempfile.TemporaryDirectory() as folder, running_clients(1) as clients, terminable():
         prompts = Path(folder) / "prompts.jsonl"
         write_prompts(prompts)
@@ -226,25 +224,14 @@ def main() -> None:
             else:
                 figures, content = hold(settings, servers, options.pairs)
         except ForetokenError as error:
-            progress(f"failed: {error}")
-            sys.exit(1)
-    facts = environment.facts(
-        "benchmarks.tune", f"{cores}, load {load:.1f} before, {os.getloadavg()[0]:.1f} after", began
-    )
+            sys.exit(f"failed: {error}")
+    facts = environment.facts("benchmarks.tune", f"{used}, {os.getloadavg()[0]:.1f} after", began)
     if options.output is not None:
         result = facts | content | {"figures": [asdict(figure) for figure in figures]}
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print("\n".join(f"- {name}: {text}" for name, text in facts.items()))
     print(f"\n{figures_table(figures, judged=not options.quick)}")
-    failures = [] if options.quick else missed_bars(figures)
-    for line in failures:
-        print(f"FAIL: {line}")
-    sys.exit(1 if failures else 0)
-
-
-def progress(line: str) -> None:
-    """Print a progress line to stderr."""
-    print(f"tune: {line}", file=sys.stderr, flush=True)
+    finish([] if options.quick else missed_bars(figures), judged=not options.quick)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ NUM_PORTS = 10_000
 _given_ports: set[int] = set()
 
 
-def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on now, each only once.
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Return ports of ``host``, an address of this machine, that nobody listens on now, each only once.
 
     They are below the kernel's range of ephemeral ports: until a port is bound, a connection could
     get an ephemeral one.
@@ -25,16 +25,16 @@ def free_ports(count: int) -> list[int]:
     while len(found) < count:
         # Other processes may seed the default generator alike and try the same ports.
         port = random.SystemRandom().choice(candidates)
-        if port not in _given_ports and _is_free(port):
+        if port not in _given_ports and _is_free(host, port):
             _given_ports.add(port)
             found.append(port)
     return found
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError:
             return False
         return True

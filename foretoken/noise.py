@@ -89,12 +89,10 @@ def gumbel_from_words(words: NDArray[np.int64]) -> Float32:
     return (-np.log(-np.log(uniform))).astype(np.float32)
 
 
-def gumbel_noise(
-    seed: int, position: int, choice_index: int, token_ids: NDArray[np.integer], stream: int = TOKEN_STREAM
-) -> Float32:
+def gumbel_noise(seed: int, position: int, choice_index: int, token_ids: NDArray[np.integer]) -> Float32:
     """Return float32 noise for each token id.
 
     For a whole vocabulary, pass ``np.arange(vocab_size)``.
     """
     ids = np.asarray(token_ids, np.int64)
-    return gumbel_from_words(token_words(seed, position, choice_index, ids, stream))
+    return gumbel_from_words(token_words(seed, position, choice_index, ids))

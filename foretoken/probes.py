@@ -16,6 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from foretoken import liveness, rpc
+from foretoken.hosts import bracketed, reachable
 from foretoken.links import NO_CREDENTIALS, LinkCredentials
 
 PROBE_TIMEOUT_S = 1.0
@@ -23,7 +24,6 @@ PROBE_TIMEOUT_S = 1.0
 SILENCE_S = 0.2
 # RFC 9113: what a client sends first, with empty settings.
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 class GrpcProbe:
@@ -119,12 +119,6 @@ class FileProbe:
         """Do nothing: nothing stays open between probes."""
 
 
-async def http_ok(host: str, port: int, path: str) -> bool:
-    """Return whether ``GET path`` is answered with status 200."""
-    answer = await http_answer(host, port, path)
-    return answer is not None and answer[0] == 200
-
-
 async def http_answer(
     host: str, port: int, path: str, *, headers: Mapping[str, str] | None = None, is_encrypted: bool = False
 ) -> tuple[int, bytes] | None:
@@ -170,11 +164,6 @@ async def listener_at(address: str) -> Listener:
     return Listener.ANSWERS
 
 
-def reachable(host: str) -> str:
-    """Return the address to connect to for an address to listen on."""
-    return _WILDCARDS.get(host, host)
-
-
 def _own_server() -> ssl.SSLContext:
     """Return a context for a server of this machine, whatever names its certificate has."""
     context = ssl.create_default_context()
@@ -189,9 +178,10 @@ async def _get(
     """Return the status and body of one request. Raises ValueError if the answer is not HTTP."""
     reader, writer = await asyncio.open_connection(host, port, ssl=context)
     try:
-        name = f"[{host}]" if ":" in host else host
         lines = "".join(f"{key}: {value}\r\n" for key, value in headers.items())
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: {name}:{port}\r\nConnection: close\r\n{lines}\r\n".encode())
+        writer.write(
+            f"GET {path} HTTP/1.1\r\nHost: {bracketed(host)}:{port}\r\nConnection: close\r\n{lines}\r\n".encode()
+        )
         answer = await reader.read()
     finally:
         writer.close()

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from foretoken import probes
 from foretoken.config import to_flags
 from foretoken.errors import ConfigError
+from foretoken.hosts import bracketed, reachable
 from foretoken.links import NO_CREDENTIALS, LinkCredentials
 from foretoken.supervisor import Service
 
@@ -155,8 +156,7 @@ def ready_text(
 
     ``program``: foretoken as the user typed it. ``certfile``: the server's certificate, for TLS.
     """
-    host = probes.reachable(host)
-    host = f"[{host}]" if ":" in host else host
+    host = bracketed(reachable(host))
     url = f"{'http' if certfile is None else 'https'}://{host}:{port}"
     body = json.dumps({"model": model, "prompt": _EXAMPLE_PROMPT, "max_tokens": 64, "temperature": 0, "stream": True})
     fields = f"model={model!r}, prompt={_EXAMPLE_PROMPT!r}, max_tokens=64, temperature=0, stream=True"

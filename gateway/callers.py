@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foretoken.errors import ForetokenError
+from foretoken.hosts import bracketed
 from gateway import error_shapes
 from gateway.config import ANY, is_loopback
 from gateway.http import ForeignHostError, ForeignOriginError, HostHeaderError
@@ -30,7 +31,7 @@ class CallerCheck:
 
         Loopback names are always allowed: no page from another machine can have one.
         """
-        own = _bracketed(listens_at.lower())
+        own = bracketed(listens_at.lower())
         self._hosts = LOOPBACK_NAMES | {own} | set(allowed_hosts)
         self._origins = frozenset(allowed_origins)
         self._checks_host = ANY not in self._hosts and (bool(allowed_hosts) or is_loopback(listens_at))
@@ -77,10 +78,6 @@ class CallerMiddleware:
             await error_shapes.error_response(request.url.path, error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _without_port(host: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from foretoken import limits
 from foretoken.errors import CheckpointError, InvalidRequestError
+from foretoken.json_file import read_object
 
 FILE = "generation_config.json"
 # A field of the file -> the sampling parameter, as in vLLM. Other fields have no effect, do_sample
@@ -41,14 +41,7 @@ class SamplingDefaults:
     def of_checkpoint(cls, folder: Path) -> SamplingDefaults:
         """Read a checkpoint's file, if there is one. Raises CheckpointError for an unusable file."""
         path = folder / FILE
-        if not path.is_file():
-            return cls()
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}") from error
-        if not isinstance(config, dict):
-            raise CheckpointError(f"{path}: it does not hold a JSON object")
+        config = read_object(path) or {}
         values: dict[str, Any] = {}
         for field, parameter in _PARAMETERS.items():
             value = config.get(field)

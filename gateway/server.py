@@ -19,6 +19,7 @@ import uvloop
 
 from foretoken import liveness, rpc
 from foretoken.errors import ConfigError, ForetokenError
+from foretoken.hosts import bracketed
 from foretoken.telemetry import render
 from gateway.access import tls_listener
 from gateway.access.certificates import Certificates
@@ -33,7 +34,7 @@ from gateway.grpc import bodies as grpc_bodies
 from gateway.grpc.api import API, SERVICE_NAME, GatewayServicer
 from gateway.grpc.bodies import BodyInterceptor
 from gateway.http_protocol import KEEP_ALIVE_S, HttpProtocol, max_connections
-from gateway.sockets import BACKLOG, bracketed, hold, listen
+from gateway.sockets import BACKLOG, hold, listen
 from gateway.worker_aborts import abort_in_all_workers, aborts_socket, serve_aborts
 from gateway.worker_activity import activity_of_all_workers, activity_socket, serve_activity
 from gateway.worker_metrics import serve_text, totals_of_all_workers

@@ -36,11 +36,6 @@ def hold(host: str, port: int, flag: str) -> Iterator[None]:
         yield
 
 
-def bracketed(host: str) -> str:
-    """Return ``host`` as an address writes it before the port."""
-    return f"[{host}]" if ":" in host else host
-
-
 @contextlib.contextmanager
 def _bound(host: str, port: int, flag: str, *, reuse_port: bool = False) -> Iterator[socket.socket]:
     try:

@@ -7,7 +7,6 @@ would.
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from jinja2 import Environment, TemplateSyntaxError, nodes
 from transformers import PreTrainedTokenizerFast
 
 from foretoken.errors import CheckpointError, ConfigError, InvalidRequestError
+from foretoken.json_file import read_object
 from gateway.config import read_chat_template
 from gateway.detokenizer import ByteTable, Detokenizer, PrefixDetokenizer, Utf8Detokenizer
 from gateway.token_length import max_token_chars
@@ -187,7 +187,7 @@ def _load(folder: Path) -> Any:
     if not path.is_file():
         raise CheckpointError(f"{path}: not found; foretoken needs a tokenizer in this format")
     config_path = folder / "tokenizer_config.json"
-    if "auto_map" in _read_json(config_path):
+    if "auto_map" in (read_object(config_path) or {}):
         raise CheckpointError(f"{config_path}: auto_map asks to run the checkpoint's code, which is refused")
     try:
         return PreTrainedTokenizerFast.from_pretrained(
@@ -196,16 +196,3 @@ def _load(folder: Path) -> Any:
     except Exception as error:
         # The library raises bare Exceptions for malformed files.
         raise CheckpointError(f"{path}: cannot be loaded: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: it does not hold a JSON object")
-    return value

@@ -16,7 +16,7 @@ from gateway.discovery.source import VerifierSource
 from gateway.messages import OutputSink, SequenceSpec, VerifierInfo
 from gateway.resumable_sequence import Binding, ResumableSequence
 from gateway.routing.defaults import DEFAULT_LOAD_BOUND
-from gateway.verifier_client import SILENCE_LIMIT_S, VerifierClient
+from gateway.verifier_client import VerifierClient
 from gateway.verifier_set import VerifierSet
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ class VerifierPool:
         resume_attempts: int,
         wait_s: float,
         on_change: Callable[[bool], Awaitable[None]] | None = None,
-        silence_limit_s: float = SILENCE_LIMIT_S,
         credentials: LinkCredentials = NO_CREDENTIALS,
         load_bound: float = DEFAULT_LOAD_BOUND,
     ) -> None:
@@ -46,13 +45,7 @@ class VerifierPool:
         """
 
         def make_client(address: str, on_figures: Callable[[VerifierClient], None]) -> VerifierClient:
-            return VerifierClient(
-                address,
-                on_change=self._changed,
-                on_figures=on_figures,
-                silence_limit_s=silence_limit_s,
-                credentials=credentials,
-            )
+            return VerifierClient(address, on_change=self._changed, on_figures=on_figures, credentials=credentials)
 
         # Which verifiers there are.
         self.known = VerifierSet(source, make_client, self._changed, load_bound=load_bound)

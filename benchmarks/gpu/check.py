@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
+from benchmarks.command import finish
 from benchmarks.figures import median
 from benchmarks.gpu import bars
 from benchmarks.gpu.bars import BARS, GATEWAY_BATCHES, MAX_OVERHEAD, SETTINGS, Key, required_rows
@@ -207,9 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     facts |= {"GPU": result["device"]["gpu"], "mode": result["rows"][0]["mode"]}
     print("\n".join(f"- {name}: {value}" for name, value in ({"file": str(file)} | facts).items()))
     print(f"- peers: {bars.PEERS_SOURCE}\n\n{table}")
-    for line in missed:
-        print(f"FAIL: {line}")
-    sys.exit(1 if missed else 0)
+    finish(missed)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import progress
 from benchmarks.environment import ROOT
 from benchmarks.figures import median
 from benchmarks.gpu import bars
 from benchmarks.gpu.bars import Setting
 from benchmarks.gpu.provenance import keep, run_facts
 from benchmarks.gpu.step_times import Arrivals
-from benchmarks.gpu.steps import READY_TIMEOUT_S, Workload, enough_steps, progress, serve_flags
+from benchmarks.gpu.steps import READY_TIMEOUT_S, Workload, enough_steps, serve_flags
 from benchmarks.gpu.timeline import Timeline, TraceError, spans_of, timeline_of
 from benchmarks.gpu.traced_verifier import DONE
 from benchmarks.gpu.verifier_client import VerifierClient
@@ -231,8 +232,7 @@ def main() -> None:
     try:
         rows = keep(measure(options), run_facts("idle", options.commit), options.output)
     except (StackError, TraceError) as error:
-        progress(f"failed: {error}")
-        sys.exit(1)
+        sys.exit(f"failed: {error}")
     print(to_markdown(rows))
 
 

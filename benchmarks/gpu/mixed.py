@@ -22,12 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import progress
 from benchmarks.figures import median
 from benchmarks.gpu import bars
 from benchmarks.gpu.bars import SETTINGS, Setting
 from benchmarks.gpu.provenance import keep, run_facts
 from benchmarks.gpu.step_times import Arrivals
-from benchmarks.gpu.steps import Workload, enough_steps, progress, serve_flags, served
+from benchmarks.gpu.steps import Workload, enough_steps, serve_flags, served
 from benchmarks.gpu.verifier_client import VerifierClient, new_sequence
 from benchmarks.stack import StackError
 from protos import verifier_pb2
@@ -253,8 +254,7 @@ def main() -> None:
     try:
         rows = keep(measure(options), run_facts("mixed", options.commit), options.output)
     except StackError as error:
-        progress(f"failed: {error}")
-        sys.exit(1)
+        sys.exit(f"failed: {error}")
     print(to_markdown(rows))
     if options.draft_ms is not None:
         is_reached, line = judge(rows, options.batch, options.plain_rows, options.draft_ms)

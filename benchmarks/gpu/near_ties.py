@@ -25,9 +25,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from benchmarks.command import finish, progress
 from benchmarks.figures import median
 from benchmarks.gpu.provenance import run_facts
-from benchmarks.gpu.steps import progress
 from benchmarks.prompts import code_prompts, num_files
 from benchmarks.stack import StackError, describe, running_stack
 from foretoken.bench.client import Address
@@ -281,14 +281,11 @@ def main() -> None:
             rows = [asdict(each) | {"per_1000_tokens": each.per_1000_tokens} for each in comparisons]
             options.output.write_text(json.dumps(result | facts | {"comparisons": rows}, indent=1) + "\n")
     except (StackError, UnexpectedAnswerError) as error:
-        progress(f"failed: {error}")
-        sys.exit(1)
+        sys.exit(f"failed: {error}")
     print(f"{facts['mode']} mode, {facts['dtype']}: {facts['prompts']}\n\n{to_markdown(comparisons)}")
     is_strict, bound = facts["mode"] == "strict", facts["bound"]
-    failures = [line for each in comparisons for line in each.failures(None if is_strict else bound)]
-    for line in failures:
-        print(f"FAIL: {line}; {'no text may differ in strict mode' if is_strict else f'at most {bound:g}'}")
-    sys.exit(1 if failures else 0)
+    limit = "no text may differ in strict mode" if is_strict else f"at most {bound:g}"
+    finish([f"{line}; {limit}" for each in comparisons for line in each.failures(None if is_strict else bound)])
 
 
 if __name__ == "__main__":

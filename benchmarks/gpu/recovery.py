@@ -18,7 +18,6 @@ import dataclasses
 import json
 import os
 import shlex
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,12 +26,12 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.command import finish, progress
 from benchmarks.figures import median
 from benchmarks.gpu.disturbed import RECOVERY_TIMEOUT_S, Course, Subject
 from benchmarks.gpu.faults import FAULTS, with_hooks
 from benchmarks.gpu.pauses import longest_pause, pauses_after
 from benchmarks.gpu.provenance import run_facts
-from benchmarks.gpu.steps import progress
 from benchmarks.prompts import code_prompts
 from benchmarks.stack import StackError, describe, running_stack
 from foretoken.bench.completion import Completion, StreamError
@@ -260,10 +259,7 @@ def main() -> None:
     write()
     print(to_markdown(result["summary"]))
     print(options.output)
-    for failure in failures:
-        print(f"FAIL: {failure}")
-    if failures:
-        sys.exit(1)
+    finish(failures)
 
 
 if __name__ == "__main__":

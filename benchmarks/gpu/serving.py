@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.arm_server import ArmServer, Launch
 from benchmarks.arms import ARMS, Arm
+from benchmarks.command import finish, numbers, progress
 from benchmarks.environment import ROOT
 from benchmarks.gpu.provenance import run_facts
 from benchmarks.gpu.serving_figure import draw
@@ -259,8 +260,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--output", type=Path, required=True, help="a folder for a JSON and a picture a workload")
     found.add_argument("--workload", type=_names(WORKLOADS), default=["core"], help=f"of {', '.join(WORKLOADS)}")
     found.add_argument("--arms", type=_names(ARMS), default=[], help=f"these alone, of {', '.join(ARMS)}")
-    found.add_argument("--concurrency", type=_numbers, default=[], help="these points of closed loads alone")
-    found.add_argument("--percent", type=_numbers, default=[], help="these points of Poisson arrivals alone")
+    found.add_argument("--concurrency", type=numbers, default=[], help="these points of closed loads alone")
+    found.add_argument("--percent", type=numbers, default=[], help="these points of Poisson arrivals alone")
     found.add_argument("--requests", type=int, default=5, help="of each stream of a closed load")
     found.add_argument("--seconds", type=float, default=20.0, help="length of Poisson arrivals")
     found.add_argument("--best-tokens-per-s", type=float, default=0.0, help="of Poisson rates; 0: auto's best of core")
@@ -286,10 +287,6 @@ def _names(known: Any) -> Callable[[str], list[str]]:
     return names
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
-
-
 def main() -> None:
     options = parser().parse_args()
     facts = run_facts("serving", options.commit)
@@ -300,14 +297,7 @@ def main() -> None:
                 failures += measure_workload(WORKLOADS[name], options, facts, clients)
             except (StackError, ValueError) as error:
                 failures.append(f"{name}: {error}")
-    for line in failures:
-        print(f"FAILED: {line}")
-    sys.exit(1 if failures else 0)
-
-
-def progress(line: str) -> None:
-    """Print a progress line to stderr."""
-    print(f"serving: {line}", file=sys.stderr, flush=True)
+    finish(failures)
 
 
 if __name__ == "__main__":

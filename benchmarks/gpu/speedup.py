@@ -21,10 +21,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from benchmarks.command import finish, progress
 from benchmarks.drafters import mean_tokens, per_position, step_ms
 from benchmarks.figures import TooShortError, median
 from benchmarks.gpu.provenance import run_facts
-from benchmarks.gpu.steps import progress
 from benchmarks.measure import Bench, Pair, UnexpectedAnswerError, Workload, rate_of
 from benchmarks.prompts import code_prompts, num_files
 from benchmarks.stack import StackError, describe, running_stack
@@ -111,8 +111,7 @@ def main() -> None:
     try:
         figures = measure(options)
     except (StackError, StreamError, UnexpectedAnswerError, TooShortError) as error:
-        progress(f"failed: {error}")
-        sys.exit(1)
+        sys.exit(f"failed: {error}")
     result = {
         **facts,
         "model": json.loads((options.model / "config.json").read_text()),
@@ -127,9 +126,7 @@ def main() -> None:
         f"{figures['tokens_per_step']:.2f} tokens a step of {figures['drafted_ms_per_step']:.2f} ms against "
         f"{figures['plain_ms_per_step']:.2f} ms; {figures['num_other_texts']} of {figures['num_outputs']} texts differ"
     )
-    if figures["mode"] == "strict" and figures["num_other_texts"]:
-        print("FAIL: texts differ in strict mode")
-        sys.exit(1)
+    finish(["texts differ in strict mode"] if figures["mode"] == "strict" and figures["num_other_texts"] else [])
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import finish, progress
 from benchmarks.figures import median
 from benchmarks.gpu import bars
 from benchmarks.gpu.bars import Key, Setting, required_rows
@@ -325,9 +326,7 @@ def main() -> None:
     if len(results) > 1:
         table, missed = compare(results)
         print(table)
-        if missed:
-            print("\n".join(missed))
-            sys.exit(1)
+        finish(missed)
 
 
 def measured(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
@@ -343,18 +342,12 @@ def measured(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
             unfinished = file.with_suffix(".unfinished")
             unfinished.write_text(json.dumps(result, indent=1) + "\n")
     except (StackError, StreamError) as error:
-        progress(f"failed: {error}")
-        sys.exit(1)
+        sys.exit(f"failed: {error}")
     unfinished.replace(file)
     draw(result, file.with_suffix(".png"))
     print(to_markdown(result))
     print(f"{file}; bars are judged by: python -m benchmarks.gpu.check {file}")
     return result
-
-
-def progress(line: str) -> None:
-    """Print a progress line to stderr."""
-    print(f"bench-gpu: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ GPU if there is one. The exit status is 1 if a text differs or an error is above
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.command import finish
 from benchmarks.gpu.checkpoint import DEMO, best_device
 from benchmarks.gpu.widen import RESERVED_ID
 from foretoken.models.batch import ForwardBatch
@@ -195,9 +195,7 @@ def main() -> None:
         f"draft logits by {found.draft_error:.2g}, {found.num_other_drafts} best drafts differ; "
         f"the reserved id stays {-found.reserved_margin:.3g} below the best"
     )
-    for line in found.failures():
-        print(f"FAIL: {line}")
-    sys.exit(1 if found.failures() else 0)
+    finish(found.failures())
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from foretoken.bench.completion import Completion, Recording, StreamError, error_text, read_completion, take_apart
+from foretoken.hosts import bracketed
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _PORTS = {"http": 80, "https": 443}
@@ -55,8 +56,7 @@ class Address:
         return cls(parts.hostname, port, parts.scheme == "https", parts.path.rstrip("/"), key)
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.is_encrypted else 'http'}://{host}:{self.port}{self.prefix}"
+        return f"{'https' if self.is_encrypted else 'http'}://{bracketed(self.host)}:{self.port}{self.prefix}"
 
     def refusal(self, status: int, body: bytes) -> str:
         """Return one line about an answer with an error status; where a key is missing, what to set."""

@@ -31,6 +31,7 @@ from foretoken.bench.target import (
 )
 from foretoken.config import flag_of, settings_of
 from foretoken.errors import ConfigError, ForetokenError
+from foretoken.output_file import write_file
 
 # Between two lines of progress of one measurement.
 PROGRESS_S = 5.0
@@ -85,9 +86,9 @@ def run(settings: BenchSettings, say: Say) -> Outcome:
             say(_line(row))
             if settings.output_file is not None:
                 content = report.to_content(rows, names, facts)
-                _write(settings.output_file, json.dumps(content, indent=1) + "\n", "--output-file")
+                write_file(settings.output_file, json.dumps(content, indent=1) + "\n", "--output-file")
     if settings.picture is not None and report.measured(rows):
-        _write(settings.picture, report.draw(rows), "--picture")
+        write_file(settings.picture, report.draw(rows), "--picture")
     for line in report.bottlenecks(rows):
         say(line)
     return Outcome(_text(rows, names), report.failures(rows), rows)
@@ -229,10 +230,3 @@ def _text(rows: list[Row], names: list[str]) -> str:
     if found := report.ratios(rows, names):
         parts.append(report.to_ratios(found, names, width))
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _write(path: Path, text: str, flag: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{flag}: cannot write {path}: {error.strerror or error}") from None

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
 
 from foretoken.bench.measures import Bounds
 from foretoken.config import AUTO, Flag, Settings
@@ -17,7 +17,7 @@ NUM_PAIRS = 5
 _BOUNDS = ("ttft", "tpot", "e2e")
 
 
-def split_values(value: Any) -> tuple[str, ...]:
+def _split(value: Any) -> tuple[str, ...]:
     """Return the values of a repeated flag, each of which may be several with commas between them."""
     items = (value,) if isinstance(value, str) else value
     return tuple(
@@ -25,11 +25,16 @@ def split_values(value: Any) -> tuple[str, ...]:
     )
 
 
-def above_zero(value: tuple[float, ...]) -> tuple[float, ...]:
+def _above_zero(value: tuple[float, ...]) -> tuple[float, ...]:
     """Return ``value`` unchanged. Raises ValueError for a number that is not finite and above 0."""
     if any(not (0 < item < math.inf) for item in value):
         raise ValueError("expected numbers above 0")
     return value
+
+
+# Each given value may be several, with commas between them.
+SPLIT = BeforeValidator(_split)
+ABOVE_ZERO = AfterValidator(_above_zero)
 
 
 class LoadSettings(Settings):
@@ -100,9 +105,11 @@ class BenchSettings(LoadSettings):
         default=None, description="Name of the model at the second server."
     )
     max_concurrency: Annotated[
-        tuple[int, ...], Flag(metavar="N,N,...", unset="1 without --request-rate", one_or_many=True)
+        tuple[int, ...], SPLIT, ABOVE_ZERO, Flag(metavar="N,N,...", unset="1 without --request-rate", one_or_many=True)
     ] = Field(default=(), description="Requests that run at once; one measurement for each number.")
-    request_rate: Annotated[tuple[float, ...], Flag(metavar="R,R,...", unset="none", one_or_many=True)] = Field(
+    request_rate: Annotated[
+        tuple[float, ...], SPLIT, ABOVE_ZERO, Flag(metavar="R,R,...", unset="none", one_or_many=True)
+    ] = Field(
         default=(), description="Requests a second that arrive at random (Poisson); one measurement for each number."
     )
     num_prompts: Annotated[int, AUTO] = Field(
@@ -135,9 +142,9 @@ class BenchSettings(LoadSettings):
     compare_extra_request_body: Annotated[
         dict[str, Any] | None, Flag(metavar="JSON", unset="that of the first server")
     ] = Field(default=None, description="JSON object of more request fields for the second server.")
-    goodput: Annotated[tuple[str, ...], Flag(metavar="ttft:MS,tpot:MS,e2e:MS", unset="none", one_or_many=True)] = Field(
-        default=(), description="Bounds in milliseconds that a request must meet to count as good."
-    )
+    goodput: Annotated[
+        tuple[str, ...], SPLIT, Flag(metavar="ttft:MS,tpot:MS,e2e:MS", unset="none", one_or_many=True)
+    ] = Field(default=(), description="Bounds in milliseconds that a request must meet to count as good.")
     allow_failures: bool = Field(default=False, description="Exit with 0 even if requests failed.")
     output_file: Annotated[Path | None, Flag(metavar="FILE", unset="none")] = Field(
         default=None, description="JSON file to write."
@@ -145,12 +152,6 @@ class BenchSettings(LoadSettings):
     picture: Annotated[Path | None, Flag(metavar="FILE", unset="none")] = Field(
         default=None, description="SVG file to write: throughput against the speed of one user."
     )
-
-    @field_validator("max_concurrency", "request_rate", "goodput", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        """Let each of the given values be several, with commas between them."""
-        return split_values(value)
 
     @field_validator("extra_request_body", "compare_extra_request_body", mode="before")
     @classmethod
@@ -164,11 +165,6 @@ class BenchSettings(LoadSettings):
         if not isinstance(found, dict):
             raise ValueError("expected a JSON object")
         return found
-
-    @field_validator("max_concurrency", "request_rate")
-    @classmethod
-    def _are_above_zero(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        return above_zero(value)
 
     @field_validator("goodput")
     @classmethod

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.errors import ConfigError
+from foretoken.output_file import write_file
 
 YAML_SUFFIXES = (".yaml", ".yml")
 # What YAML calls no value.
@@ -52,10 +53,7 @@ def write_config(path: Path, flag: str, comments: Iterable[str], values: Mapping
             lines.append(f"{key}: {_quoted(value)}")
         else:
             lines += [f"{key}:", *(f"  - {_quoted(item)}" for item in value)]
-    try:
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{flag}: cannot write {path}: {error.strerror or error}") from None
+    write_file(path, "\n".join(lines) + "\n", flag)
 
 
 def _quoted(text: str) -> str:

@@ -6,7 +6,6 @@ The head's ``config.json`` says so under ``speculators_config``: the algorithm, 
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from pydantic import BaseModel, Field, ValidationError
 from drafter_svc.algorithms import find_algorithm
 from foretoken import hub
 from foretoken.commands.given import Given
-from foretoken.errors import ConfigError
+from foretoken.errors import CheckpointError, ConfigError
+from foretoken.json_file import read_object
 
 
 class _Proposal(BaseModel):
@@ -90,13 +90,10 @@ def refuse_head(typed: str, folder: Path) -> None:
 
 def _read(file: Path | None) -> dict[str, Any]:
     """Return a config's fields; none if there is no such file or it is broken, which loading reports."""
-    if file is None or not file.is_file():
-        return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return (file and read_object(file)) or {}
+    except CheckpointError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _parse(typed: str, raw: dict[str, Any]) -> tuple[_SpeculatorsConfig, str]:

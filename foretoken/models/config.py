@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from foretoken.errors import CheckpointError, ConfigError
+from foretoken.json_file import read_object
 from foretoken.models.config_keys import refused_key, unknown_keys
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
@@ -118,7 +119,7 @@ def load_config(path: Path) -> ModelConfig:
     raw = read_config_file(path)
     if numeric := unknown_keys(raw, _ConfigFile.model_fields)[0]:
         raise ConfigError(_refusal(path / "config.json", raw, *numeric))
-    generation = _read_json(path / "generation_config.json") or {}
+    generation = read_object(path / "generation_config.json") or {}
     return parse_config(raw, path / "config.json", generation)
 
 
@@ -129,7 +130,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder with a checkpoint")
-    raw = _read_json(path / "config.json")
+    raw = read_object(path / "config.json")
     if raw is None:
         raise CheckpointError(f"{path / 'config.json'} does not exist")
     # The speculators library names its own class in every head that it writes; the other fields
@@ -168,22 +169,6 @@ def parse_config(raw: dict[str, Any], file: Path, generation: dict[str, Any]) ->
 def _refusal(file: Path, raw: dict[str, Any], *keys: str) -> str:
     shown = ", ".join(f"{key} {json.dumps(raw[key])}" for key in keys)
     return f"{file}: {shown} is not supported; it changes the model's numbers"
-
-
-def _read_json(file: Path) -> dict[str, Any] | None:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: {error}") from error
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} is not a JSON object")
-    return content
 
 
 def _reduce(parsed: _ConfigFile, generation: dict[str, Any]) -> ModelConfig:

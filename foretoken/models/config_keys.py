@@ -86,9 +86,9 @@ _NUMERIC = re.compile(
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
-def refused_key(raw: dict[str, Any], table: dict[str, tuple[object, ...]] = REFUSED) -> str | None:
-    """Return the first key of ``table`` with a value that changes the numbers; None if none has."""
-    for key, neutral in table.items():
+def refused_key(raw: dict[str, Any]) -> str | None:
+    """Return the first key of REFUSED with a value that changes the numbers; None if none has."""
+    for key, neutral in REFUSED.items():
         value = raw.get(key)
         if value is not False and value not in _NOTHING and (isinstance(value, bool) or value not in neutral):
             return key

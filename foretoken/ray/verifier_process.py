@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ import grpc
 from foretoken import rpc
 from foretoken.common_settings import LinkSettings
 from foretoken.descendants import die_with
+from foretoken.free_ports import free_ports
 from foretoken.links import read_credentials
 from foretoken.probes import GrpcProbe
 from foretoken.ray.command_line import parse
@@ -68,7 +68,7 @@ class VerifierProcess:
             folder: the working folder, if there is such a folder here.
             link_token: the token of the verifier and its gateways, if no flag names a file with it.
         """
-        self.address = f"{host}:{_free_port(host)}"
+        self.address = f"{host}:{free_ports(1, host)[0]}"
         self._stack = contextlib.ExitStack()
         # ``drain`` has waited for the streams before the process is stopped.
         words = [*words, "--executor", "ray", "--verifier-address", self.address, "--drain-timeout", "0"]
@@ -136,9 +136,3 @@ class VerifierProcess:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

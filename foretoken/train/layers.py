@@ -129,12 +129,12 @@ class ChainLayer(nn.Module):
         return output, cache
 
 
-def initialise(module: nn.Module, std: float = 0.02, residual_std: float = 0.01) -> None:
+def initialise(module: nn.Module, residual_std: float = 0.01) -> None:
     """Draw normal weights, smaller ones for matrices that write to the residual stream."""
     for name, parameter in module.named_parameters():
         if parameter.ndim == 2:
             is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            nn.init.normal_(parameter, std=residual_std if is_residual else std)
+            nn.init.normal_(parameter, std=residual_std if is_residual else 0.02)
 
 
 def head_config(fields: dict[str, Any]) -> LlamaConfig:

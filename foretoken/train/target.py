@@ -3,7 +3,6 @@ greedy text."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from foretoken.errors import CheckpointError, ConfigError
+from foretoken.json_file import read_object
 
 # The same as foretoken.models.config.MODEL_TYPES, which needs pydantic; a test compares them.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
@@ -39,7 +39,9 @@ class FrozenTarget:
 
         Raises CheckpointError or ConfigError if ``path`` holds no supported checkpoint.
         """
-        raw = _read_config(path)
+        raw = read_object(path / "config.json")
+        if raw is None:
+            raise CheckpointError(f"{path / 'config.json'} does not exist")
         if raw.get("model_type") not in MODEL_TYPES:
             raise ConfigError(
                 f"model_type {raw.get('model_type')!r} is not supported; there is: {', '.join(MODEL_TYPES)}"
@@ -107,17 +109,6 @@ class FrozenTarget:
         theta = parameters.pop("rope_theta")
         scaled = parameters.get("rope_type", "default") != "default"
         return {"rope_theta": theta, "rope_scaling": parameters if scaled else None}
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} is not a JSON object")
-    return content
 
 
 def _first_id(*candidates: int | list[int] | None) -> int:

@@ -6,7 +6,6 @@ import datetime
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from foretoken import __version__
@@ -17,6 +16,7 @@ from foretoken.bench.run import prompts_of
 from foretoken.bench.sweep import Point
 from foretoken.bench.target import RequestOptions, Target, served_model
 from foretoken.errors import ConfigError, ForetokenError
+from foretoken.output_file import write_file
 from foretoken.tune import report
 from foretoken.tune.candidates import Candidate, Drafter, candidates
 from foretoken.tune.choice import Choice, choose
@@ -110,15 +110,8 @@ def run(settings: TuneSettings, address: Address, tried: Sequence[Candidate], sa
         share += "; INTERRUPTED, so all of this is preliminary"
     lines = [*report.to_lines(findings, choice), *report.to_caution(choice, settings.dataset_path), share]
     if settings.picture is not None:
-        _write(settings.picture, report.draw(findings, choice), "--picture")
+        write_file(settings.picture, report.draw(findings, choice), "--picture")
     if settings.output_file is not None:
         content = report.to_content(findings, choice, facts)
-        _write(settings.output_file, json.dumps(content, indent=1) + "\n", "--output-file")
+        write_file(settings.output_file, json.dumps(content, indent=1) + "\n", "--output-file")
     return Outcome(report.to_table(findings, settings.weight_of), lines, findings, choice, facts)
-
-
-def _write(path: Path, text: str, flag: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{flag}: cannot write {path}: {error.strerror or error}") from None

@@ -1,4 +1,4 @@
-"""Start the server under test as a user would, with ``foretoken serve``, and end it with this process."""
+"""Start a server as a user would, with ``foretoken serve``, and end it with this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any
 
 from foretoken.bench.client import Address, get
 from foretoken.bench.completion import StreamError
@@ -37,32 +37,65 @@ def running_server(words: Sequence[str]) -> Iterator[Address]:
         ConfigError: it refused its settings, and has said why.
         ForetokenError: it ended before it was ready.
     """
-    port, grpc_port = free_ports(2)
-    command = [sys.executable, "-P", "-m", "foretoken", "serve", *words]
-    command += ["--host", HOST, "--port", str(port), "--grpc-port", str(grpc_port)]
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        # Ctrl-C is this process's; it stops the server when it has said what it knows.
-        start_new_session=True,
-        preexec_fn=die_with(os.getpid()),
-    )
-    address = Address(HOST, port)
-    try:
+    command, address = serve_command(words)
+    with server_process(command, stdout=subprocess.DEVNULL) as child:
         ready_at: float | None = None
-        while (ready := _readiness(address)) != "attached":
+        while (states := drafter_states(address)) is None or set(states) - {"attached"}:
             if (status := child.poll()) is not None:
                 kind = ConfigError if status == CONFIG_ERROR_STATUS else ForetokenError
                 raise kind("foretoken serve ended before it was ready; it has said why")
-            ready_at = ready_at or (time.monotonic() if ready == "ready" else None)
+            ready_at = ready_at or (None if states is None else time.monotonic())
             if ready_at is not None and time.monotonic() - ready_at > ATTACH_S:
                 # Whoever asks for the drafters says which one is missing, and why.
                 break
             time.sleep(POLL_S)
         yield address
+
+
+def serve_command(words: Sequence[str]) -> tuple[list[str], Address]:
+    """Return the command of ``foretoken serve`` with these words on free ports, and its REST address."""
+    port, grpc_port = free_ports(2)
+    command = [sys.executable, "-P", "-m", "foretoken", "serve", *words]
+    command += ["--host", HOST, "--port", str(port), "--grpc-port", str(grpc_port)]
+    return command, Address(HOST, port)
+
+
+@contextlib.contextmanager
+def server_process(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a server with these options of Popen, yield it at once, and stop it at the end.
+
+    It gets SIGTERM; if it takes too long, its process group is killed. If this process dies, it is killed, too.
+    """
+    child: subprocess.Popen[bytes] = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        # Ctrl-C is this process's; it stops the server when it has said what it knows.
+        start_new_session=True,
+        preexec_fn=die_with(os.getpid()),
+        **options,
+    )
+    try:
+        yield child
     finally:
-        _stop(child)
+        # Does nothing if it has ended.
+        child.terminate()
+        try:
+            child.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            # Its children end with it.
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def drafter_states(address: Address) -> list[str] | None:
+    """Return the state of each drafter of a foretoken server; None while it takes no requests."""
+    try:
+        status, body = get(address, "/ready")
+    except StreamError:
+        return None
+    if status != 200:
+        return None
+    return [drafter["state"] for verifier in json.loads(body)["verifiers"] for drafter in verifier["drafters"]]
 
 
 def attached_drafters(address: Address) -> dict[str, str]:
@@ -87,26 +120,3 @@ def attached_drafters(address: Address) -> dict[str, str]:
             raise UnavailableError(f"drafter {drafter['name']} is not attached: {why}")
         found[drafter["name"]] = drafter["algorithm"]
     return found
-
-
-def _readiness(address: Address) -> Literal["starting", "ready", "attached"]:
-    """Return whether the server takes requests, and whether all its drafters are attached."""
-    try:
-        status, body = get(address, "/ready")
-    except StreamError:
-        return "starting"
-    if status != 200:
-        return "starting"
-    states = {drafter["state"] for verifier in json.loads(body)["verifiers"] for drafter in verifier["drafters"]}
-    return "attached" if states <= {"attached"} else "ready"
-
-
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    if child.poll() is None:
-        child.terminate()
-    try:
-        child.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        # Its children end with it.
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from foretoken.bench.settings import LoadSettings, above_zero, split_values
+from foretoken.bench.settings import ABOVE_ZERO, SPLIT, LoadSettings
 from foretoken.config import AUTO, Flag
 from foretoken.tune.candidates import DEFAULT_SHAPES, Shape, parse_shape
 
@@ -22,19 +22,24 @@ class TuneSettings(LoadSettings):
     url: Annotated[str | None, Flag(metavar="URL", unset="a server is started for MODEL")] = Field(
         default=None, description="Try a running foretoken server instead, within the bounds of its flags."
     )
-    max_concurrency: Annotated[tuple[int, ...], Flag(metavar="N,N,...", unset="1,4,16", one_or_many=True)] = Field(
-        default=(), description="Requests that run at once; the best setting is found for each number."
-    )
-    weights: Annotated[tuple[float, ...], Flag(metavar="W,W,...", unset="equal", one_or_many=True)] = Field(
+    max_concurrency: Annotated[
+        tuple[int, ...], SPLIT, ABOVE_ZERO, Flag(metavar="N,N,...", unset="1,4,16", one_or_many=True)
+    ] = Field(default=(), description="Requests that run at once; the best setting is found for each number.")
+    weights: Annotated[
+        tuple[float, ...], SPLIT, ABOVE_ZERO, Flag(metavar="W,W,...", unset="equal", one_or_many=True)
+    ] = Field(
         default=(), description="How much each number of --max-concurrency counts in the choice of one setting for all."
     )
-    shapes: Annotated[tuple[str, ...], Flag(metavar="S-K-N,...", unset="chains and trees", one_or_many=True)] = Field(
-        default=(),
-        description="Shapes to try for drafters with a model: levels, most children of a node, nodes with the root.",
+    shapes: Annotated[tuple[str, ...], SPLIT, Flag(metavar="S-K-N,...", unset="chains and trees", one_or_many=True)] = (
+        Field(
+            default=(),
+            description="Shapes to try for drafters with a model: levels, most children of a node, nodes with the "
+            "root.",
+        )
     )
-    try_drafters: Annotated[tuple[str, ...], Flag(metavar="NAME,NAME+NAME,...", unset="each", one_or_many=True)] = (
-        Field(default=(), description="Drafters to try; those joined by + draft together.")
-    )
+    try_drafters: Annotated[
+        tuple[str, ...], SPLIT, Flag(metavar="NAME,NAME+NAME,...", unset="each", one_or_many=True)
+    ] = Field(default=(), description="Drafters to try; those joined by + draft together.")
     num_rounds: int = Field(
         default=24, ge=4, le=MAX_ROUNDS, description="Rounds of requests that the full grid gives each candidate."
     )
@@ -53,17 +58,6 @@ class TuneSettings(LoadSettings):
     picture: Annotated[Path | None, Flag(metavar="FILE", unset="none")] = Field(
         default=None, description="SVG file to write: tokens a second by requests at once."
     )
-
-    @field_validator("max_concurrency", "weights", "shapes", "try_drafters", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        """Let each of the given values be several, with commas between them."""
-        return split_values(value)
-
-    @field_validator("max_concurrency", "weights")
-    @classmethod
-    def _are_above_zero(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        return above_zero(value)
 
     @field_validator("shapes")
     @classmethod

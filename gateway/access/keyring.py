@@ -30,7 +30,6 @@ class Keyring:
         self._path = path
         self._ledger = ledger or Ledger()
         self._callers: dict[bytes, list[tuple[bytes, Caller]]] = {}
-        self.num_keys = 0
         self.reload()
 
     def reload(self) -> None:
@@ -41,7 +40,7 @@ class Keyring:
         for key in keys:
             quota = Quota(key, rows[key.name]) if key.has_quota else None
             callers.setdefault(key.digest[:_PART_BYTES], []).append((key.digest, Caller(key, quota)))
-        self._callers, self.num_keys = callers, len(keys)
+        self._callers = callers
 
     def find(self, secret: bytes) -> Caller | None:
         """Return the caller that a secret belongs to; None for an unknown one."""

@@ -45,7 +45,7 @@ class Ledger:
         ``process``: number of this process, below ``num_processes``.
         """
         self._folder = folder
-        self._process, self.num_processes = process, num_processes
+        self._process = process
         self._row_cells = num_processes * _NUM_CELLS
         size = MAX_ROWS * self._row_cells * _CELL_BYTES
         memory = mmap.mmap(-1, size) if folder is None else _shared_memory(folder / "quotas", size)

@@ -37,10 +37,6 @@ class TlsListener:
         # The oldest first.
         self._handshakes: dict[asyncio.Task[None], None] = {}
 
-    @property
-    def num_handshakes(self) -> int:
-        return len(self._handshakes)
-
     async def run(self) -> None:
         """Accept until cancelled; then end the handshakes that still run."""
         self._listener.setblocking(False)

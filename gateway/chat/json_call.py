@@ -7,6 +7,7 @@ import re
 from enum import Enum, auto
 
 from gateway.chat.call_parser import CallParser, json_text
+from gateway.chat.nesting import Nesting
 
 # The usual order of keys. It shows the name before the arguments, so that they can stream.
 _HEAD = re.compile(
@@ -17,46 +18,6 @@ _HEAD = re.compile(
 _MAX_HEAD_CHARS = 1024
 _FIRST_KEY = re.compile(r'\s*\{\s*(?:"([^"\\]*)"|([^"\s]))')
 _KEYS = frozenset({"name", "arguments", "parameters", "type", "id", "function"})
-
-
-class Nesting:
-    """Follows the brackets of a JSON text, in pieces."""
-
-    _OUTSIDE = re.compile(r'["{}\[\]]')
-    _INSIDE = re.compile(r'["\\]')
-
-    def __init__(self, depth: int = 0) -> None:
-        self._depth = depth
-        self._in_string = False
-        self._escaped = False
-
-    def end(self, text: str, start: int, depth: int) -> int:
-        """Return the place after the bracket that closes down to ``depth``; -1 if it is not there.
-
-        Then all of the text counts as read.
-        """
-        place = start
-        while place < len(text):
-            if self._escaped:
-                self._escaped = False
-                place += 1
-                continue
-            found = (self._INSIDE if self._in_string else self._OUTSIDE).search(text, place)
-            if found is None:
-                return -1
-            place = found.end()
-            mark = found[0]
-            if mark == '"':
-                self._in_string = not self._in_string
-            elif mark == "\\":
-                self._escaped = True
-            elif mark in "{[":
-                self._depth += 1
-            else:
-                self._depth -= 1
-                if self._depth <= depth:
-                    return place
-        return -1
 
 
 class CallState(Enum):
@@ -113,7 +74,7 @@ class JsonCall:
             if head[1] in self._names:
                 self.name = head[1]
                 self.state = CallState.CALLING
-                self._nesting = Nesting(1)
+                self._nesting = Nesting(depth=1)
                 self._place = head.end()
             else:
                 self.state = CallState.NOT_A_CALL
@@ -163,12 +124,19 @@ class JsonCallParser(CallParser):
 
     # The object that is being read.
     _call: JsonCall | None = None
+    # What stood before it.
+    _mark = ""
+
+    def _begin_object(self, mark: str) -> None:
+        """Read an object from now on, which comes after ``mark``."""
+        self._mark = mark
+        self._call = JsonCall(self.names)
 
     def _is_in_call(self) -> bool:
         return self._call is not None
 
-    def _read_call(self, finished: bool, *, mark: str) -> CallState | None:
-        """Read more of the current object, which came after ``mark``.
+    def _read_call(self, finished: bool) -> CallState | None:
+        """Read more of the current object.
 
         Return its state if it is over; then the text after it, or of what is no call, is undecided.
         """
@@ -187,5 +155,5 @@ class JsonCallParser(CallParser):
         self._call = None
         self._text = call.text
         if call.state is CallState.NOT_A_CALL:
-            self._give_back(mark)
+            self._give_back(self._mark)
         return call.state

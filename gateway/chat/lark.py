@@ -38,9 +38,6 @@ class Marks:
         """``special_ids``: the tokenizer's special tokens, by their text."""
         self._ids = special_ids
 
-    def is_special(self, mark: str) -> bool:
-        return mark in self._ids
-
     def terminal(self, mark: str) -> str:
         """Return the terminal that matches one mark."""
         return f"<[{self._ids[mark]}]>" if mark in self._ids else literal(mark)

@@ -9,7 +9,7 @@ from pydantic import ConfigDict
 
 from foretoken import limits
 from foretoken.errors import InvalidRequestError
-from gateway.chat.tools import ChoiceMode, Tool, ToolChoice, ToolUse, checked_use
+from gateway.chat.tools import Tool, ToolChoice, ToolUse, checked_use
 from gateway.fields import Fields
 from gateway.json_depth import is_too_deep
 
@@ -90,15 +90,11 @@ def _choice(value: object) -> tuple[frozenset[str] | None, ToolChoice]:
         case {"type": "function", "function": {"name": str(name)}}:
             return None, ToolChoice("named", name)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
-            return frozenset(map(_allowed_name, tools[: limits.MAX_TOOLS])), ToolChoice(_mode(mode))
+            return frozenset(map(_allowed_name, tools[: limits.MAX_TOOLS])), ToolChoice(mode)
     raise InvalidRequestError(
         'tool_choice must be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}',
         field="tool_choice",
     )
-
-
-def _mode(value: str) -> ChoiceMode:
-    return "required" if value == "required" else "auto"
 
 
 def _allowed_name(tool: object) -> str:

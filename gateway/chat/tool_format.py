@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from foretoken import limits
 from gateway.chat import lark
-from gateway.chat.call_parser import CallParser, Constraint
+from gateway.chat.call_parser import CallParser
 from gateway.chat.lark import Marks
 from gateway.chat.tools import Tool
 
@@ -26,6 +26,8 @@ class ToolFormat(ABC):
     aliases: ClassVar[tuple[str, ...]] = ()
     # Texts that may be special tokens of a tokenizer.
     marks: ClassVar[tuple[str, ...]]
+    # Parses one output.
+    parser: ClassVar[type[CallParser]]
     # Calls that one reply may hold where the grammar decides its form.
     max_calls: ClassVar[int] = limits.MAX_TOOL_CALLS
 
@@ -37,12 +39,6 @@ class ToolFormat(ABC):
     @abstractmethod
     def fits(template: str) -> bool:
         """Return whether a chat template asks the model for this form."""
-
-    @abstractmethod
-    def parser(
-        self, names: frozenset[str], hidden: frozenset[str], constraint: Constraint = Constraint.NONE
-    ) -> CallParser:
-        """Return a parser for one output; see CallParser."""
 
     @abstractmethod
     def rules(self, tools: Sequence[Tool], marks: Marks, most: int) -> list[str]:

@@ -78,20 +78,20 @@ class ToolUse:
         return self.choice.mode in ("required", "named")
 
 
-def checked_use(use: ToolUse, *, field: str = "tools", choice_field: str = "tool_choice") -> ToolUse:
+def checked_use(use: ToolUse) -> ToolUse:
     """Return the tools of a request. Raises InvalidRequestError naming the field at fault."""
-    limits.check_count(field, len(use.tools), limits.MAX_TOOLS)
+    limits.check_count("tools", len(use.tools), limits.MAX_TOOLS)
     names: set[str] = set()
     for number, tool in enumerate(use.tools):
-        _check(tool, f"{field}.{number}")
+        _check(tool, f"tools.{number}")
         if tool.name in names:
-            raise InvalidRequestError(f"{field} has two functions named {tool.name!r}", field=field)
+            raise InvalidRequestError(f"tools has two functions named {tool.name!r}", field="tools")
         names.add(tool.name)
     if use.must_call and not use.tools:
-        raise InvalidRequestError(f"{choice_field} needs tools", field=choice_field)
+        raise InvalidRequestError("tool_choice needs tools", field="tool_choice")
     if use.choice.mode == "named" and use.choice.name not in names:
         raise InvalidRequestError(
-            f"{choice_field} names {str(use.choice.name)[:64]!r}, which is not in {field}", field=choice_field
+            f"tool_choice names {str(use.choice.name)[:64]!r}, which is not in tools", field="tool_choice"
         )
     return use
 

@@ -6,7 +6,7 @@ import asyncio
 import socket
 
 from foretoken.errors import UnavailableError
-from gateway.sockets import bracketed
+from foretoken.hosts import bracketed
 
 
 class DnsAddresses:

@@ -50,7 +50,7 @@ def test_auto_has_the_head_and_n_grams() -> None:
 def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'kernels'}")
     monkeypatch.setattr(served_load, "FIXED", (ARMS["fixed-1-1-2"],))
-    monkeypatch.setattr(served_load.environment, "pin_cores", lambda count: count)
+    monkeypatch.setattr(served_load, "take_cores", str)
     output = tmp_path / "load.json"
     monkeypatch.setattr(sys, "argv", ["served_load", "--quick", "--streams", "2", "--output", str(output)])
     with pytest.raises(SystemExit, match="0"):

@@ -19,11 +19,13 @@ from benchmarks.stack import (
     cpu_seconds,
     describe,
     idle_share,
+    running_server,
     running_stack,
     service,
     terminable,
 )
 from foretoken.free_ports import free_ports
+from foretoken.tune import server
 from tests.support.scripted_server import scripted_server
 
 PARENT = """
@@ -129,12 +131,21 @@ def test_a_stack_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert "nothing" in log.read_text()
 
 
+def test_a_server_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "STOP_S", 0.2)
+    deaf, ready = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)", tmp_path / "ready"
+    command = [sys.executable, "-c", f"{deaf}; open({str(ready)!r}, 'x'); signal.pause()"]
+    with pytest.raises(StackError, match="a server did not stop"), running_server("a server", command) as running:
+        running.wait_until(ready.exists, 60.0)
+    assert not psutil.pid_exists(running.pid)
+
+
 def test_describe_reads_the_version() -> None:
     details = {"model": "demo", "verifiers": [{"mode": "strict", "drafters": []}]}
     payload = json.dumps(details).encode()
     answer = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(payload), payload)
-    with scripted_server(lambda body: iter([answer])) as server:
-        assert describe(server.address) == details
+    with scripted_server(lambda body: iter([answer])) as scripted:
+        assert describe(scripted.address) == details
 
 
 def test_describe_of_nothing_names_the_address() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import psutil
 
 from foretoken.free_ports import free_ports
 from tests.chaos.schedule import DRAFTERS, Process
+from tests.support.environment import child_environment
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "demo" / "target"
@@ -54,11 +54,9 @@ class Stack:
         command += ["--port", str(port), "--grpc-port", str(grpc_port), *flags]
         command += ["--drafter", f"name={DRAFTERS['head']},algorithm=EAGLE3,model={HEAD},token_map={TOKEN_MAP}"]
         command += ["--drafter", f"name={DRAFTERS['drafter']},algorithm=NGRAM"]
-        environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-        environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}"
         log = tempfile.TemporaryFile()  # noqa: SIM115  # kill() closes it.
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command, env=child_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
         stack = cls(process, port, grpc_port, log)
         try:

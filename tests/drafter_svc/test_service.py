@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import signal
 import socket
 import sys
@@ -30,6 +29,7 @@ from foretoken.transports.draft_wire import batch_from_proto, request_to_proto, 
 from foretoken.transports.transport import TransportClosedError, TransportCounters
 from protos import drafter_pb2, drafter_pb2_grpc
 from tests.support.draft_requests import draft_request
+from tests.support.environment import child_environment
 from tests.support.mirror_drafter import POISON_SALT, MirrorDrafter
 
 TARGET = TargetInfo(checkpoint_hash="m", vocab_size=1000, max_model_len=1024, max_slots=4, max_nodes=8)
@@ -344,7 +344,7 @@ def test_the_process_serves_health_and_reflection_and_stops_cleanly(tmp_path: Pa
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stale:
             stale.bind(str(path))
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.support.mirror_drafter", f"unix:{path}", env=environment()
+            sys.executable, "-m", "tests.support.mirror_drafter", f"unix:{path}", env=child_environment()
         )
         async with rpc.async_channel(f"unix:{path}") as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -363,8 +363,3 @@ def test_the_process_serves_health_and_reflection_and_stops_cleanly(tmp_path: Pa
         assert not path.exists()
 
     asyncio.run(scenario())
-
-
-def environment() -> dict[str, str]:
-    """Return an environment with this process's import path, for a child."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

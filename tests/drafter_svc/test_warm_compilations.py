@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests.support.environment import child_environment
 
 
 @pytest.mark.parametrize(
@@ -17,8 +18,8 @@ import pytest
 )
 def test_no_draft_waits_for_a_compiler(depth: int, branches: int, tmp_path: Path) -> None:
     """Ordinary and overlapped drafts, for any number of sequences, at this depth or less."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    environment = child_environment()
+    environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "tests.support.compilations", str(tmp_path), str(depth), str(branches)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -57,7 +57,7 @@ class Hub:
     def resolve(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-c", RESOLVE, *arguments],
-            env=self.server.environment(self.cache) | {"PYTHONPATH": str(ROOT)} | environment,
+            env=self.server.environment(self.cache) | environment,
             capture_output=True,
             text=True,
         )

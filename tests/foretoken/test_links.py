@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -28,6 +27,7 @@ from foretoken.free_ports import free_ports
 from foretoken.links import CALLERS, NO_CREDENTIALS, Caller, Certificates, LinkCredentials
 from protos import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from tests.support.certificates import Authority
+from tests.support.environment import child_environment
 from verifier_svc.config import VerifierSettings
 
 pytestmark = pytest.mark.anyio
@@ -310,10 +310,9 @@ def test_which_addresses_other_machines_may_reach(address: str, exposed: bool) -
 
 @contextmanager
 def foretoken(*words: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    root = Path(__file__).parents[2]
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "foretoken", *words],
-        env=os.environ | {"PYTHONPATH": f"{root}:{root / 'kernels'}"} | environment,
+        env=child_environment() | environment,
         stderr=subprocess.PIPE,
         text=True,
     )

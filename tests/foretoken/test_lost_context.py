@@ -5,7 +5,6 @@ Without a GPU, PyTorch's calls are replaced and raise the same errors.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from foretoken.lost_context import ASSERTION_STATUS, CONTEXT_LOST_STATUS
+from tests.support.environment import child_environment
 
 ROOT = Path(__file__).parents[2]
 ILLEGAL_ADDRESS = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ..."
@@ -75,7 +75,7 @@ asyncio.run(server._watch(dead, asyncio.Event()))
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        env=child_environment(),
         capture_output=True,
         text=True,
     )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from foretoken import rpc
+from tests.support.environment import child_environment
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+ENVIRONMENT = child_environment()
 SERVICE = "foretoken.verifier.v1.VerifierService"
 
 

@@ -175,26 +175,27 @@ def test_a_grpc_probe_that_gets_answers_keeps_its_connection(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
-    ("answer", "ready"),
+    ("answer", "status"),
     [
-        (b"HTTP/1.1 200 OK\r\n\r\n", True),
-        (b"HTTP/1.1 503 Service Unavailable\r\n\r\n", False),
-        (b"SSH-2.0-x\r\n", False),
-        (b"", False),
+        (b"HTTP/1.1 200 OK\r\n\r\n", 200),
+        (b"HTTP/1.1 503 Service Unavailable\r\n\r\n", 503),
+        (b"SSH-2.0-x\r\n", None),
+        (b"", None),
     ],
 )
-def test_http_probe_wants_a_200(answer: bytes, ready: bool) -> None:
+def test_http_probe_reads_the_status(answer: bytes, status: int | None) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert (await reader.readline()).startswith(b"GET /ready HTTP/1.1")
         writer.write(answer)
         writer.close()
 
-    async def scenario() -> bool:
+    async def scenario() -> int | None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         async with server:
-            return await probes.http_ok("0.0.0.0", server.sockets[0].getsockname()[1], "/ready")
+            found = await probes.http_answer("0.0.0.0", server.sockets[0].getsockname()[1], "/ready")
+            return None if found is None else found[0]
 
-    assert asyncio.run(scenario()) is ready
+    assert asyncio.run(scenario()) == status
 
 
 def test_the_gateway_s_probe_keeps_the_drafters_that_are_not_attached(tmp_path: Path) -> None:
@@ -226,4 +227,4 @@ def test_http_probe_of_a_port_that_nobody_listens_on() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    assert asyncio.run(probes.http_ok("127.0.0.1", port, "/ready")) is False
+    assert asyncio.run(probes.http_answer("127.0.0.1", port, "/ready")) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import pytest
 from gateway.config import GatewaySettings
 from gateway.tokenizer import Tokenizer
 from tests.gateway.scripted_verifier import LENGTH, Player, ScriptedVerifier, serving
+from tests.support.environment import child_environment
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ async def supervised(settings: GatewaySettings, folder: Path, max_stall_s: float
         [sys.executable, "-m", "tests.support.supervised", json.dumps(spec)],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        env=child_environment(),
     )
     run = Supervised(process, folder)
     try:

@@ -24,8 +24,8 @@ def test_fields_without_a_meaning_here_have_no_effect(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot be read"),
-        ("[]", "does not hold a JSON object"),
+        ("{", "is not JSON"),
+        ("[]", "is not a JSON object"),
         ('{"temperature": "hot"}', "temperature must be a number"),
         ('{"temperature": 9.0}', "--generation-config none"),
         ('{"max_new_tokens": 0}', "max_new_tokens"),

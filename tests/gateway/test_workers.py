@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -28,12 +27,11 @@ from gateway.tokenizer import Tokenizer
 from gateway.worker_metrics import fetch_text, liveness_socket
 from protos import gateway_pb2, gateway_pb2_grpc
 from tests.gateway.scripted_verifier import ABORT, LENGTH, Player, ScriptedVerifier, serving, steps
+from tests.support.environment import child_environment
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")} | {
-    "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"
-}
+ENVIRONMENT = child_environment()
 URL = "/v1/completions"
 BODY = {"prompt": [5, 6, 7], "max_tokens": 4}
 

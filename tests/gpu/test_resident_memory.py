@@ -22,6 +22,7 @@ import torch
 from foretoken.models.backend import Backend, device_of, device_uuid
 from foretoken.resident import ResidentLayout, ResidentMemory
 from foretoken.transports.resident_share import ResidentShare
+from tests.support.environment import child_environment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(40)]
 
@@ -136,7 +137,6 @@ def peer(connection: socket.socket) -> None:
 def peer_process(uuid: str) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
     ours, theirs = socket.socketpair()
     ours.settimeout(30)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [
         sys.executable,
         "-c",
@@ -144,7 +144,7 @@ def peer_process(uuid: str) -> Iterator[tuple[subprocess.Popen[bytes], socket.so
         str(theirs.fileno()),
         uuid,
     ]
-    process = subprocess.Popen(command, env=environment, pass_fds=(theirs.fileno(),))
+    process = subprocess.Popen(command, env=child_environment(), pass_fds=(theirs.fileno(),))
     theirs.close()
     try:
         yield process, ours

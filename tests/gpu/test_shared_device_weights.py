@@ -22,6 +22,7 @@ from foretoken.models.draft_weights import head_rows
 from foretoken.models.target_weights import TargetWeights
 from foretoken.models.weight_layout import RowLayout
 from foretoken.transports.shared_weights import SharedWeights, map_weights
+from tests.support.environment import child_environment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(40)]
 
@@ -87,11 +88,7 @@ def peer_process(uuid: str, folder: Path) -> Iterator[socket.socket]:
     """Start the peer in its own context: ``folder`` has no MPS daemon, so faults stay its own."""
     ours, theirs = socket.socketpair()
     ours.settimeout(30)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "CUDA_MPS_PIPE_DIRECTORY": str(folder),
-    }
+    environment = child_environment() | {"CUDA_MPS_PIPE_DIRECTORY": str(folder)}
     code = "from tests.gpu.test_shared_device_weights import peer; peer()"
     command = [sys.executable, "-c", code, str(theirs.fileno()), uuid]
     process = subprocess.Popen(command, env=environment, pass_fds=(theirs.fileno(),))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -18,11 +17,10 @@ import httpx
 import psutil
 
 from foretoken.free_ports import free_ports
+from tests.support.environment import child_environment
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")} | {
-    "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"
-}
+ENVIRONMENT = child_environment()
 SERVICES = ("gateway", "verifier", "drafter")
 # The supervisor's names where they differ.
 ANNOUNCED = {"drafter": "drafter ngram"}

@@ -18,7 +18,6 @@ from click.testing import CliRunner, Result
 from foretoken.cli import app
 from tests.integration.stack import running, wait_until
 from tests.references.head_files import speculators_config
-from tests.support.command_line import ROOT
 from tests.support.deployments import Targets
 from tests.support.fake_hub import FakeHub, running_hub
 
@@ -160,10 +159,9 @@ def test_single_services_want_the_target(repository: Repository, command: str) -
 
 
 def serve_dry(hub: FakeHub, cache: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     return subprocess.run(
         [sys.executable, "-P", "-m", "foretoken", "serve", *words, "--dry-run"],
-        env=hub.environment(cache) | paths | environment,
+        env=hub.environment(cache) | environment,
         capture_output=True,
         text=True,
     )
@@ -196,7 +194,7 @@ def test_a_target_that_the_hub_lacks(repository: Repository, hub: FakeHub, tmp_p
 
 @pytest.mark.slow
 def test_both_run(repository: Repository, hub: FakeHub, tmp_path: Path) -> None:
-    environment = hub.environment(tmp_path / "cache") | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    environment = hub.environment(tmp_path / "cache")
     shape = ("--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4", "--speculative-eagle-topk", "1")
     with running(Path(HEAD), tmp_path / "log", *shape, environment=environment) as stack, httpx.Client() as client:
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -28,6 +27,7 @@ from tests.kernels.sampling_batches import (
     path_tokens,
     random_sequence,
 )
+from tests.support.environment import child_environment
 
 CHUNK = 64
 
@@ -286,7 +286,7 @@ def test_logprobs_rank_equal_logits_by_id(device):
 @pytest.mark.parametrize("logits", ["*fp32", "*bf16"])
 def test_kernels_compile_for_a_gpu(logits):
     # Use a process of its own: in this one, kernels may already be defined for the interpreter.
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    environment = child_environment()
+    environment.pop("TRITON_INTERPRET", None)
     command = f"from tests.kernels.compile_sampling import compile_all; compile_all({logits!r})"
     subprocess.run([sys.executable, "-c", command], env=environment, check=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +11,11 @@ from click.testing import CliRunner
 from foretoken.cli import app
 from foretoken.free_ports import free_ports
 from foretoken.supervisor import Service
+from tests.support.environment import child_environment
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "models" / "demo"
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+ENVIRONMENT = child_environment()
 
 
 def foretoken(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from tests.support.environment import child_environment
 
 COMMIT = "1" * 40
 BRANCH_COMMIT = "2" * 40
@@ -34,8 +35,7 @@ class FakeHub(ThreadingHTTPServer):
 
     def environment(self, cache: Path) -> dict[str, str]:
         """Return the environment of a client with a cache of its own."""
-        inherited = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
-        return inherited | {"HF_ENDPOINT": self.url, "HF_HOME": str(cache)}
+        return child_environment() | {"HF_ENDPOINT": self.url, "HF_HOME": str(cache)}
 
 
 @contextlib.contextmanager

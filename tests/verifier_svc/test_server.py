@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 
 from foretoken import rpc
 from protos import drafter_pb2, drafter_pb2_grpc
+from tests.support.environment import child_environment
 from tests.support.tiny_checkpoint import save_llama, save_tokenizer
 from verifier_svc import server
 from verifier_svc.config import DrafterEndpoint, VerifierSettings
@@ -25,8 +25,7 @@ from verifier_svc.model.runner import ModelRunner
 def _address(tmp_path: Path) -> Iterator[str]:
     """Run a drafter in a process of its own; return its address."""
     address = f"unix:{tmp_path}/d.sock"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, "-m", "tests.support.mirror_drafter", address], env=environment)
+    process = subprocess.Popen([sys.executable, "-m", "tests.support.mirror_drafter", address], env=child_environment())
     yield address
     process.kill()
     process.wait()

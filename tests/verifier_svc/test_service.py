@@ -21,7 +21,7 @@ from tests.support.block_books import check_blocks
 from tests.support.engine_harness import Harness
 from tests.support.hash_target import HashTarget
 from tests.support.sampling_limits import at_the_ends_on_the_wire, beyond_on_the_wire
-from verifier_svc.info import VerifierInfo
+from tests.support.services import verifier_info
 from verifier_svc.service import VerifierService
 
 VOCAB = 40
@@ -56,18 +56,7 @@ async def served(
         max_model_len=CONTEXT,
         **options,  # type: ignore[arg-type]
     )
-    info = VerifierInfo(
-        epoch=5,
-        model_name="hash",
-        model_fingerprint="f" * 64,
-        device="CPU",
-        dtype="float32",
-        mode="strict",
-        limits=ModelLimits(VOCAB, CONTEXT, ("ngram",)),
-        eos_token_ids=(),
-        max_queue=16,
-        speculative_max_batch_size=0,
-    )
+    info = verifier_info(ModelLimits(VOCAB, CONTEXT, ("ngram",)))
     server = rpc.async_server()
     service = VerifierService(harness.engine, info, tracer)
     verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)

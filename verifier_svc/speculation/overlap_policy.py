@@ -71,7 +71,7 @@ class OverlapPolicy:
         attachment = drafter.attachment
         if attachment is None:
             return OverlapBlock.NOT_ATTACHED
-        block = self._block(drafter, attachment)
+        block = self._block(attachment)
         if block is not None:
             return block
         undrafted = self._trees.undrafted if self._trees.were_asked_for else ()
@@ -114,7 +114,7 @@ class OverlapPolicy:
         drafting.shape = controller.choose(num_sequences)
         return drafting.shape == NO_DRAFT if drafting.drafter is None else not controller.rests
 
-    def _block(self, drafter: DrafterHandle, attachment: Attachment) -> OverlapBlock | None:
+    def _block(self, attachment: Attachment) -> OverlapBlock | None:
         """Return what keeps the one drafter of a batch from drafting ahead, or None."""
         if attachment.needs.features != self._capture.layers:
             return OverlapBlock.OTHER_HIDDEN_STATES

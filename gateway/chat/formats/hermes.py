@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.chat import lark
-from gateway.chat.call_parser import CallParser, Constraint
-from gateway.chat.json_call import CallState, JsonCall, JsonCallParser
+from gateway.chat.json_call import CallState, JsonCallParser
 from gateway.chat.lark import Marks
 from gateway.chat.tool_format import ToolFormat, json_calls
 from gateway.chat.tools import Tool
@@ -21,12 +20,12 @@ class HermesParser(JsonCallParser):
         if self._is_closing:
             return self._read_close(finished)
         if self._call is not None:
-            state = self._read_call(finished, mark=OPEN)
+            state = self._read_call(finished)
             self._is_closing = state is CallState.DONE
             return state is not None
         if self._find((OPEN,), finished) is None:
             return False
-        self._call = JsonCall(self.names)
+        self._begin_object(OPEN)
         return True
 
     def _read_close(self, finished: bool) -> bool:
@@ -44,16 +43,12 @@ class Hermes(ToolFormat):
     name = "hermes"
     aliases = ("qwen", "qwen25")
     marks = (OPEN, CLOSE)
+    parser = HermesParser
 
     @staticmethod
     def fits(template: str) -> bool:
         # Others write no JSON between the same marks.
         return OPEN in template and "<function=" not in template and "<arg_key>" not in template
-
-    def parser(
-        self, names: frozenset[str], hidden: frozenset[str], constraint: Constraint = Constraint.NONE
-    ) -> CallParser:
-        return HermesParser(names, hidden, constraint)
 
     def rules(self, tools: Sequence[Tool], marks: Marks, most: int) -> list[str]:
         opening = marks.terminal(OPEN)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.chat.call_parser import CallParser, Constraint
-from gateway.chat.json_call import CallState, JsonCall, JsonCallParser
+from gateway.chat.json_call import CallState, JsonCallParser
 from gateway.chat.lark import Marks
 from gateway.chat.tool_format import ToolFormat, json_calls
 from gateway.chat.tools import Tool
@@ -18,19 +17,17 @@ class Llama3JsonParser(JsonCallParser):
 
     # Whether an object may come next, without the tag.
     _may_begin = True
-    # What came before the current object.
-    _mark = ""
 
     def _step(self, finished: bool) -> bool:
         if self._call is not None:
-            state = self._read_call(finished, mark=self._mark)
+            state = self._read_call(finished)
             self._may_begin = state is CallState.DONE
             return state is not None
         if self._may_begin:
             return self._read_start(finished)
         if self._find((TAG,), finished) is None:
             return False
-        self._expect(TAG)
+        self._begin_object(TAG)
         return True
 
     def _read_start(self, finished: bool) -> bool:
@@ -43,29 +40,21 @@ class Llama3JsonParser(JsonCallParser):
         if text.startswith("{"):
             before = self._text[: len(self._text) - len(text)]
             self._text = text
-            self._expect(before)
+            self._begin_object(before)
         return True
-
-    def _expect(self, mark: str) -> None:
-        self._mark = mark
-        self._call = JsonCall(self.names)
 
 
 class Llama3Json(ToolFormat):
     name = "llama3_json"
     aliases = ("llama3", "llama4_json")
     marks = (TAG,)
+    parser = Llama3JsonParser
     # The templates refuse more.
     max_calls = 1
 
     @staticmethod
     def fits(template: str) -> bool:
         return TAG in template or '"parameters": dictionary' in template
-
-    def parser(
-        self, names: frozenset[str], hidden: frozenset[str], constraint: Constraint = Constraint.NONE
-    ) -> CallParser:
-        return Llama3JsonParser(names, hidden, constraint)
 
     def rules(self, tools: Sequence[Tool], marks: Marks, most: int) -> list[str]:
         return [

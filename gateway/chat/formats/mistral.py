@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 
 from gateway.chat import lark
-from gateway.chat.call_parser import CallParser, Constraint
-from gateway.chat.json_call import CallState, JsonCall, JsonCallParser, Nesting
+from gateway.chat.json_call import CallState, JsonCallParser
 from gateway.chat.lark import Marks
+from gateway.chat.nesting import Nesting
 from gateway.chat.tool_format import ToolFormat, argument_rules, json_calls
 from gateway.chat.tools import Tool
 
@@ -22,8 +22,6 @@ _MAX_HEAD_CHARS = 256
 class MistralParser(JsonCallParser):
     # Set inside the marks of a list.
     _in_list = False
-    # What stood before the call that is being read.
-    _mark = ""
     # Follows the arguments after a name.
     _arguments: Nesting | None = None
     _after_mark = False
@@ -32,7 +30,7 @@ class MistralParser(JsonCallParser):
         if self._arguments is not None:
             return self._read_arguments(self._arguments)
         if self._call is not None:
-            state = self._read_call(finished, mark=self._mark)
+            state = self._read_call(finished)
             self._in_list = state is CallState.DONE
             return state is not None
         if self._in_list:
@@ -92,23 +90,15 @@ class MistralParser(JsonCallParser):
             self._text = text[1:]
         return True
 
-    def _begin_object(self, mark: str) -> None:
-        self._mark = mark
-        self._call = JsonCall(self.names)
-
 
 class Mistral(ToolFormat):
     name = "mistral"
     marks = (CALLS, CALL_ID, ARGS)
+    parser = MistralParser
 
     @staticmethod
     def fits(template: str) -> bool:
         return CALLS in template
-
-    def parser(
-        self, names: frozenset[str], hidden: frozenset[str], constraint: Constraint = Constraint.NONE
-    ) -> CallParser:
-        return MistralParser(names, hidden, constraint)
 
     def rules(self, tools: Sequence[Tool], marks: Marks, most: int) -> list[str]:
         opening = marks.terminal(CALLS)

@@ -7,12 +7,13 @@ import keyword
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from foretoken import limits
 from gateway.chat import lark
 from gateway.chat.call_parser import CallParser, Constraint, json_text
 from gateway.chat.lark import Marks
+from gateway.chat.nesting import Nesting
 from gateway.chat.tool_format import ToolFormat, closed
 from gateway.chat.tools import Tool
 
@@ -21,6 +22,12 @@ START, END = "<|python_start|>", "<|python_end|>"
 _NAME = re.compile(r"\s*([A-Za-z0-9_.-]+)\(")
 _NAME_CHARS = re.compile(r"\s*[A-Za-z0-9_.-]*")
 _CONSTANTS: Mapping[str, bool | None] = {"true": True, "false": False, "null": None}
+# Brackets, blanks and operators outside strings: parsing takes time for each.
+_PATTERNS = {
+    "": re.compile(r"[\"'(){}\[\],\s+*/%<>=&|^~:@.-]"),
+    '"': re.compile(r'[\\"]'),
+    "'": re.compile(r"[\\']"),
+}
 # A JSON schema's own words that do not matter once its properties are known.
 _PLAIN_KEYS = frozenset(
     {"type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions"}
@@ -41,7 +48,7 @@ class PythonicParser(CallParser):
 
     def __init__(self, names: frozenset[str], hidden: frozenset[str], constraint: Constraint = Constraint.NONE) -> None:
         super().__init__(names, hidden, constraint)
-        self._nesting = _PythonNesting()
+        self._nesting = Nesting(_PATTERNS, depth=1)
 
     def _is_in_call(self) -> bool:
         return self._state in ("name", "arguments")
@@ -84,7 +91,7 @@ class PythonicParser(CallParser):
         self._name = found[1]
         self._state = "arguments"
         self._begin = self._place = found.end()
-        self._nesting = _PythonNesting()
+        self._nesting = Nesting(_PATTERNS, depth=1)
         return True
 
     def _read_arguments(self, finished: bool) -> bool:
@@ -118,50 +125,6 @@ class PythonicParser(CallParser):
         self._show(self._before)
         self._state = "text"
         return True
-
-
-class _PythonNesting:
-    """Finds the parenthesis that ends a call's arguments, in pieces."""
-
-    # By the quote of the string that the text is in.
-    _MARKS: ClassVar = {
-        "": re.compile(r"[\"'(){}\[\],\s+*/%<>=&|^~:@.-]"),
-        '"': re.compile(r'[\\"]'),
-        "'": re.compile(r"[\\']"),
-    }
-
-    def __init__(self) -> None:
-        # Brackets, blanks and operators outside strings: parsing takes time for each.
-        self.num_marks = 0
-        self._depth = 1
-        self._quote = ""
-        self._escaped = False
-
-    def end(self, text: str, start: int) -> int:
-        """Return the place after the closing parenthesis; -1 if it is not there yet."""
-        place = start
-        while place < len(text):
-            if self._escaped:
-                self._escaped = False
-                place += 1
-                continue
-            found = self._MARKS[self._quote].search(text, place)
-            if found is None:
-                return -1
-            place = found.end()
-            mark = found[0]
-            self.num_marks += not self._quote
-            if mark == "\\":
-                self._escaped = True
-            elif mark in "\"'":
-                self._quote = "" if self._quote else mark
-            elif mark in "([{":
-                self._depth += 1
-            elif mark in ")]}":
-                self._depth -= 1
-                if self._depth == 0:
-                    return place
-        return -1
 
 
 def _arguments(text: str) -> str | None:
@@ -211,15 +174,11 @@ class Pythonic(ToolFormat):
     name = "pythonic"
     aliases = ("llama4_pythonic",)
     marks = (START, END)
+    parser = PythonicParser
 
     @staticmethod
     def fits(template: str) -> bool:
         return "[func_name1(" in template
-
-    def parser(
-        self, names: frozenset[str], hidden: frozenset[str], constraint: Constraint = Constraint.NONE
-    ) -> CallParser:
-        return PythonicParser(names, hidden, constraint)
 
     def rules(self, tools: Sequence[Tool], marks: Marks, most: int) -> list[str]:
         calls = [

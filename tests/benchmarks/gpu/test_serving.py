@@ -208,4 +208,4 @@ def test_rates_of_arrivals_need_a_best(
     monkeypatch.setattr(sys, "argv", ["serving", "--output", str(tmp_path), "--workload", "poisson", "--clients", "1"])
     with pytest.raises(SystemExit, match="1"):
         serving.main()
-    assert "FAILED: poisson: rates need rows of auto" in capsys.readouterr().out
+    assert "FAIL: poisson: rates need rows of auto" in capsys.readouterr().out

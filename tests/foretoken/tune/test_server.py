@@ -17,7 +17,7 @@ from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.tune.candidates import AUTO, PLAIN, Candidate, Shape
 from foretoken.tune.measure import WARM_UP_LEN, Meter
 from foretoken.tune.run import accepted
-from foretoken.tune.server import _readiness, attached_drafters
+from foretoken.tune.server import attached_drafters, drafter_states
 from tests.support.scripted_server import scripted_server
 
 CHAIN = Candidate("eagle3 3-1-4", ("eagle3",), Shape(3, 1, 4))
@@ -60,21 +60,21 @@ def test_a_drafter_that_is_missing_and_another_server_are_refused(answer: object
 def test_nobody_answers() -> None:
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1/version"):
         attached_drafters(NOWHERE)
-    assert _readiness(NOWHERE) == "starting"
+    assert drafter_states(NOWHERE) is None
 
 
 @pytest.mark.parametrize(
     ("answer", "status", "expected"),
     [
-        (verifiers(drafter("a", "attached")), "200 OK", "attached"),
-        (verifiers(), "200 OK", "attached"),
-        (verifiers(drafter("a", "attached"), drafter("b", "connecting")), "200 OK", "ready"),
-        (verifiers(drafter("a", "attached")), "503 Service Unavailable", "starting"),
+        (verifiers(drafter("a", "attached")), "200 OK", ["attached"]),
+        (verifiers(), "200 OK", []),
+        (verifiers(drafter("a", "attached"), drafter("b", "connecting")), "200 OK", ["attached", "connecting"]),
+        (verifiers(drafter("a", "attached")), "503 Service Unavailable", None),
     ],
 )
-def test_a_server_is_measured_when_its_drafters_are_attached(answer: object, status: str, expected: str) -> None:
+def test_a_ready_server_says_the_state_of_its_drafters(answer: object, status: str, expected: list[str] | None) -> None:
     with scripted_server(lambda body: reply(answer, status)) as served:
-        assert _readiness(served.address) == expected
+        assert drafter_states(served.address) == expected
 
 
 def test_candidates_beyond_the_flags_are_left_out_and_other_refusals_are_not() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,21 +13,18 @@ import pytest
 
 from drafter_svc.ngram.drafter import NgramDrafter
 from drafter_svc.ngram.settings import NgramSettings
-from drafter_svc.service import DrafterService
-from drafter_svc.thread import DrafterThread
 from foretoken import rpc
 from foretoken.corpora import CorpusInfo, token_bytes, token_ids_from
-from foretoken.drafter import Drafter
 from foretoken.errors import InvalidRequestError, NotFoundError, PreconditionError, UnavailableError
 from foretoken.limits import MAX_CORPUS_TOKENS, ModelLimits
 from protos import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from tests.support.engine_harness import Harness
 from tests.support.hash_target import HashTarget
 from tests.support.mirror_drafter import MirrorDrafter
+from tests.support.services import serving, verifier_info
 from verifier_svc.config import DrafterEndpoint
 from verifier_svc.drafters.corpora import DrafterCorpora
 from verifier_svc.drafters.source import DraftSource
-from verifier_svc.info import VerifierInfo
 from verifier_svc.service import VerifierService
 
 pytestmark = pytest.mark.anyio
@@ -52,22 +47,6 @@ def ngram(max_tokens: int = 1000) -> NgramDrafter:
     return NgramDrafter(NgramSettings(capacity=2048, external_corpus_max_tokens=max_tokens))
 
 
-@contextlib.asynccontextmanager
-async def serving(drafter: Drafter, path: Path) -> AsyncIterator[None]:
-    """Serve a drafter as a drafter process would, within this process."""
-    thread = DrafterThread(lambda: drafter)
-    server = rpc.async_server()
-    rpc.bind(server, f"unix:{path}")
-    drafter_pb2_grpc.add_DrafterServiceServicer_to_server(DrafterService("ngram", thread), server)
-    await server.start()
-    await asyncio.wrap_future(thread.ready)
-    try:
-        yield
-    finally:
-        await asyncio.to_thread(thread.stop)
-        await server.stop(None)
-
-
 def desk(path: Path, *sources: Source) -> DrafterCorpora:
     endpoints = [DrafterEndpoint(name="ngram", address=f"unix:{path}")]
     return DrafterCorpora(cast("list[DraftSource]", list(sources) or [Source("ngram")]), endpoints)
@@ -75,7 +54,7 @@ def desk(path: Path, *sources: Source) -> DrafterCorpora:
 
 async def test_add_list_remove(tmp_path: Path) -> None:
     drafter, corpora = ngram(), desk(tmp_path / "d")
-    async with serving(drafter, tmp_path / "d"):
+    async with serving(drafter, f"unix:{tmp_path / 'd'}"):
         assert await corpora.add("", "docs", ids(1, 2, 3), append=False) == ("ngram", CorpusInfo("docs", 3))
         assert await corpora.add("ngram", "docs", ids(4, 5), append=True) == ("ngram", CorpusInfo("docs", 5))
         await corpora.add("", "code", ids(6), append=False)
@@ -89,12 +68,12 @@ async def test_add_list_remove(tmp_path: Path) -> None:
 
 async def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     drafter, corpora = ngram(4), desk(tmp_path / "d")
-    async with serving(drafter, tmp_path / "d"):
+    async with serving(drafter, f"unix:{tmp_path / 'd'}"):
         await corpora.add("", "docs", ids(1, 2, 3), append=False)
         with pytest.raises(PreconditionError, match="of 4 that this drafter may hold"):
             await corpora.add("", "docs", ids(1, 2), append=True)
     again = ngram()
-    async with serving(again, tmp_path / "d"):
+    async with serving(again, f"unix:{tmp_path / 'd'}"):
         await corpora._remotes["ngram"].restore()
         assert again.corpora.list() == (CorpusInfo("docs", 3),)
 
@@ -103,7 +82,7 @@ async def test_a_drafter_that_died_gets_its_corpora_back(tmp_path: Path) -> None
     source = Source("ngram")
     corpora = desk(tmp_path / "d", source)
     keeping = asyncio.create_task(corpora.keep())
-    async with serving(ngram(), tmp_path / "d"):
+    async with serving(ngram(), f"unix:{tmp_path / 'd'}"):
         await corpora.add("", "a", ids(1, 2, 3), append=False)
         await corpora.add("", "a", ids(7, 8), append=True)
         await corpora.add("", "b", ids(4), append=False)
@@ -112,7 +91,7 @@ async def test_a_drafter_that_died_gets_its_corpora_back(tmp_path: Path) -> None
     with pytest.raises(UnavailableError):
         await corpora.add("", "late", ids(1), append=False)
     reborn = ngram()
-    async with serving(reborn, tmp_path / "d"):
+    async with serving(reborn, f"unix:{tmp_path / 'd'}"):
         source.num_attaches += 1
         while len(reborn.corpora.list()) < 2:
             await asyncio.sleep(0.02)
@@ -124,7 +103,7 @@ async def test_a_drafter_that_died_gets_its_corpora_back(tmp_path: Path) -> None
 
 async def test_a_drafter_that_lost_nothing_is_sent_nothing(tmp_path: Path) -> None:
     drafter, corpora = ngram(), desk(tmp_path / "d")
-    async with serving(drafter, tmp_path / "d"):
+    async with serving(drafter, f"unix:{tmp_path / 'd'}"):
         await corpora.add("", "a", ids(1, 2, 3), append=False)
         before = drafter.corpora.index
         assert await corpora._remotes["ngram"].restore() == 0
@@ -132,7 +111,7 @@ async def test_a_drafter_that_lost_nothing_is_sent_nothing(tmp_path: Path) -> No
 
 
 async def test_which_drafter(tmp_path: Path) -> None:
-    async with serving(ngram(), tmp_path / "d"):
+    async with serving(ngram(), f"unix:{tmp_path / 'd'}"):
         corpora = desk(tmp_path / "d", Source("eagle", "EAGLE3"), Source("ngram"))
         assert (await corpora.add("", "a", ids(1), append=False))[0] == "ngram"
         with pytest.raises(InvalidRequestError, match="there is: eagle, ngram"):
@@ -161,7 +140,7 @@ async def test_one_elsewhere_that_follows_a_drafter_in_this_process_gets_its_cor
     await corpora.remove("", "gone")
     corpora.detach("ngram")
     follower, source = ngram(), Source("ngram")
-    async with serving(follower, tmp_path / "d"):
+    async with serving(follower, f"unix:{tmp_path / 'd'}"):
         corpora.attach(cast("DraftSource", source), f"unix:{tmp_path}/d")
         source.num_attaches += 1
         keeping = asyncio.create_task(corpora.keep())
@@ -176,7 +155,7 @@ async def test_all_drafters_are_listed_unless_one_is_named(tmp_path: Path) -> No
     inside, sources = ngram(), [Source("new", ""), Source("eagle", "EAGLE3"), Source("ngram"), Source("inside")]
     endpoints = [DrafterEndpoint(name=name, address=f"unix:{tmp_path / name}") for name in ("new", "eagle", "ngram")]
     corpora = DrafterCorpora(cast("list[DraftSource]", sources), endpoints, {"inside": inside})
-    async with serving(ngram(), tmp_path / "ngram"):
+    async with serving(ngram(), f"unix:{tmp_path / 'ngram'}"):
         assert await corpora.add("", "docs", ids(1, 2), append=False) == ("ngram", CorpusInfo("docs", 2))
         await corpora.add("inside", "docs", ids(3), append=False)
         both = [("ngram", CorpusInfo("docs", 2)), ("inside", CorpusInfo("docs", 1))]
@@ -188,13 +167,13 @@ async def test_all_drafters_are_listed_unless_one_is_named(tmp_path: Path) -> No
 
 async def test_a_drafter_of_another_kind_says_so(tmp_path: Path) -> None:
     corpora = desk(tmp_path / "d")
-    async with serving(MirrorDrafter(), tmp_path / "d"):
+    async with serving(MirrorDrafter(), f"unix:{tmp_path / 'd'}"):
         with pytest.raises(PreconditionError, match="holds no corpora"):
             await corpora.list("ngram")
 
 
 async def test_drafter_refuses_hostile_calls(tmp_path: Path) -> None:
-    async with serving(ngram(), tmp_path / "d"), rpc.async_channel(f"unix:{tmp_path / 'd'}") as channel:
+    async with serving(ngram(), f"unix:{tmp_path / 'd'}"), rpc.async_channel(f"unix:{tmp_path / 'd'}") as channel:
         stub: Any = drafter_pb2_grpc.DrafterServiceStub(channel)
         for name, data in (("Bad", b""), ("", b""), ("a" * 65, b""), ("ok", b"123"), ("ok", b"\xff\xff\xff\xff")):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -216,24 +195,13 @@ def test_token_ids_on_the_wire() -> None:
 
 async def test_verifier_service(tmp_path: Path) -> None:
     engine = Harness(HashTarget(40, 10, 4), vocab_size=40, num_blocks=10, block_size=4).engine
-    info = VerifierInfo(
-        epoch=5,
-        model_name="hash",
-        model_fingerprint="f",
-        device="CPU",
-        dtype="float32",
-        mode="strict",
-        limits=ModelLimits(40, 64, ("ngram",)),
-        eos_token_ids=(),
-        max_queue=16,
-        speculative_max_batch_size=0,
-    )
+    info = verifier_info(ModelLimits(40, 64, ("ngram",)))
     server = rpc.async_server()
     service = VerifierService(engine, info, None, desk(tmp_path / "d"))
     verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)
     rpc.bind(server, f"unix:{tmp_path / 'v'}")
     await server.start()
-    async with serving(ngram(), tmp_path / "d"), rpc.async_channel(f"unix:{tmp_path / 'v'}") as channel:
+    async with serving(ngram(), f"unix:{tmp_path / 'd'}"), rpc.async_channel(f"unix:{tmp_path / 'v'}") as channel:
         stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
         add = verifier_pb2.AddCorpusRequest(name="a", token_ids=token_bytes([1, 2, 39]))
         assert (await stub.AddCorpus(add)).corpus == verifier_pb2.Corpus(name="a", num_tokens=3, drafter="ngram")

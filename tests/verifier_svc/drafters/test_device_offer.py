@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from foretoken.models.backend import CPU, Backend
 from foretoken.resident import ResidentLayout, ResidentMemory
 from foretoken.transports.transport import DraftTransport, TransportClosedError
 from tests.support.draft_requests import draft_request
+from tests.support.environment import child_environment
 from tests.support.mirror_drafter import MirrorDrafter
 from tests.support.resident_drafter import DEVICE, NUM_DRAFTED, NUM_KINDS, ResidentDrafter
 from verifier_svc.config import DrafterEndpoint
@@ -49,8 +49,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def process_at(address: str, module: str = "tests.support.resident_drafter") -> Iterator[subprocess.Popen[bytes]]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, "-m", module, address], env=environment)
+    process = subprocess.Popen([sys.executable, "-m", module, address], env=child_environment())
     yield process
     process.kill()
     process.wait()
@@ -214,9 +213,8 @@ def test_a_drafter_that_names_the_device_and_takes_no_memory_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     address = f"unix:{tmp_path}/d.sock"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with (
-        subprocess.Popen([sys.executable, "-c", BOASTFUL, address], env=environment) as process,
+        subprocess.Popen([sys.executable, "-c", BOASTFUL, address], env=child_environment()) as process,
         client_of(address) as client,
     ):
         until(lambda: client.state == "broken")

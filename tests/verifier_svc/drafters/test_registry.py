@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -16,23 +15,20 @@ import pytest
 
 from drafter_svc.ngram.drafter import NgramDrafter
 from drafter_svc.ngram.settings import NgramSettings
-from drafter_svc.service import DrafterService
-from drafter_svc.thread import DrafterThread
 from foretoken import rpc
 from foretoken.corpora import token_bytes
-from foretoken.drafter import Drafter
 from foretoken.drafting import TargetInfo
 from foretoken.limits import ModelLimits
-from protos import common_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.support.engine_harness import Harness
 from tests.support.hash_target import HashTarget
 from tests.support.mirror_drafter import MirrorDrafter
+from tests.support.services import serving, verifier_info
 from verifier_svc.config import DrafterEndpoint
 from verifier_svc.drafters.corpora import DrafterCorpora
 from verifier_svc.drafters.registry import DrafterRegistry
 from verifier_svc.drafters.remote import DrafterClient
 from verifier_svc.drafters.source import DraftSource
-from verifier_svc.info import VerifierInfo
 from verifier_svc.service import VerifierService
 
 pytestmark = pytest.mark.anyio
@@ -45,22 +41,6 @@ TARGET = TargetInfo("test", VOCAB, max_model_len=256, max_slots=8, max_nodes=8, 
 
 def ngram() -> NgramDrafter:
     return NgramDrafter(NgramSettings(capacity=2048))
-
-
-@contextlib.asynccontextmanager
-async def serving(drafter: Drafter, address: str) -> AsyncIterator[None]:
-    """Serve a drafter as a drafter process would, within this process."""
-    thread = DrafterThread(lambda: drafter)
-    server = rpc.async_server()
-    rpc.bind(server, address)
-    drafter_pb2_grpc.add_DrafterServiceServicer_to_server(DrafterService("any", thread), server)
-    await server.start()
-    await asyncio.wrap_future(thread.ready)
-    try:
-        yield
-    finally:
-        await asyncio.to_thread(thread.stop)
-        await server.stop(None)
 
 
 @dataclass
@@ -109,18 +89,7 @@ class Verifier:
 @pytest.fixture
 async def verifier() -> AsyncIterator[Verifier]:
     harness = Harness(HashTarget(VOCAB, 200, 4, spread=2.0), vocab_size=VOCAB, num_blocks=200, block_size=4)
-    info = VerifierInfo(
-        epoch=5,
-        model_name="hash",
-        model_fingerprint="f",
-        device="CPU",
-        dtype="float32",
-        mode="strict",
-        limits=ModelLimits(VOCAB, 256),
-        eos_token_ids=(),
-        max_queue=16,
-        speculative_max_batch_size=0,
-    )
+    info = verifier_info(ModelLimits(VOCAB, 256))
     sources: list[DraftSource] = []
     make = partial(DrafterClient, target=TARGET, epoch=EPOCH)
 
@@ -288,7 +257,7 @@ async def test_names_in_requests(verifier: Verifier) -> None:
 async def test_a_verifier_whose_drafters_do_not_change(verifier: Verifier) -> None:
     assert (await verifier.generate(enabled=False))[0]
     server = rpc.async_server()
-    info = VerifierInfo(5, "hash", "f", "CPU", "float32", "strict", ModelLimits(VOCAB, 256), (), 16, 0)
+    info = verifier_info(ModelLimits(VOCAB, 256))
     verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierService(verifier.harness.engine, info), server)
     port = rpc.bind(server, "127.0.0.1:0")
     await server.start()

@@ -31,6 +31,7 @@ from foretoken.transports.draft_wire import target_from_proto
 from foretoken.transports.transport import DraftTransport, TransportClosedError
 from protos import drafter_pb2, drafter_pb2_grpc
 from tests.support.draft_requests import draft_request, draft_requests
+from tests.support.environment import child_environment
 from tests.support.mirror_drafter import POISON_SALT, MirrorDrafter
 from verifier_svc.config import DrafterEndpoint
 from verifier_svc.drafters import remote as drafter_client
@@ -62,9 +63,8 @@ class DrafterProcess:
         self.start()
 
     def start(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-m", "tests.support.mirror_drafter", self.address]
-        self._process = subprocess.Popen(command, env=environment)
+        self._process = subprocess.Popen(command, env=child_environment())
 
     def stop(self) -> None:
         """Stop the process; return when every thread has stopped, as a signal takes its time."""
@@ -382,9 +382,8 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("kind", ["shared-memory", pytest.param("grpc", marks=pytest.mark.slow)])
 def test_a_killed_verifier_frees_the_drafter(kind: Kind, process: DrafterProcess) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", VERIFIER, process.address, kind]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as verifier:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment()) as verifier:
         assert verifier.stdout is not None
         assert verifier.stdout.readline() == b"drafted\n"
         info = process.info()

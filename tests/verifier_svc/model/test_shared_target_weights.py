@@ -6,7 +6,6 @@ The verifier's client attaches drafter processes with either kind of kernels to 
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from foretoken.models.device_sizes import PassSizes
 from foretoken.models.target_weights import load_target_weights
 from foretoken.transports.shared_weights import SharedWeights
 from tests.references.head_files import HIDDEN, NUM_LAYERS, VOCAB, eagle_files, random_target, write_folder
+from tests.support.environment import child_environment
 from tests.support.paged_draft import Row, request_of, target_info
 from verifier_svc.config import DrafterEndpoint, Transport
 from verifier_svc.drafters.in_process import InProcessClient
@@ -92,10 +92,9 @@ def _expected(folder: Path, target: TargetInfo) -> Trees:
 @contextmanager
 def drafter_process(folder: Path, kernels: Kernels, gpu: Backend, dtype: str = "float32") -> Iterator[str]:
     address = f"unix:{folder}/{kernels}-{dtype}.sock"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     options = [str(folder / "target"), str(folder / "head"), kernels, str(gpu.device), dtype]
     command = [sys.executable, "-m", "tests.support.eagle_drafter", address, *options]
-    process = subprocess.Popen(command, env=environment)
+    process = subprocess.Popen(command, env=child_environment())
     yield address
     process.kill()
     process.wait()

@@ -19,8 +19,8 @@ from tests.support.block_books import check_blocks
 from tests.support.engine_harness import Harness
 from tests.support.grammars import END, VOCAB, ids_of, text_of, vocabulary, write_tokenizer
 from tests.support.hash_target import HashTarget
+from tests.support.services import verifier_info
 from tests.verifier_svc.sampling.test_grammar_compiler import ENDLESS
-from verifier_svc.info import VerifierInfo
 from verifier_svc.sampling.grammar_compiler import GrammarCompiler
 from verifier_svc.service import VerifierService
 
@@ -60,18 +60,7 @@ async def served(
         eos_ids=frozenset({END}),
         **options,
     )
-    info = VerifierInfo(
-        epoch=5,
-        model_name="hash",
-        model_fingerprint="f" * 64,
-        device="CPU",
-        dtype="float32",
-        mode="strict",
-        limits=ModelLimits(VOCAB, CONTEXT, ()),
-        eos_token_ids=(END,),
-        max_queue=16,
-        speculative_max_batch_size=0,
-    )
+    info = verifier_info(ModelLimits(VOCAB, CONTEXT, ()), (END,))
     # The time limit is met before the other limit, however fast the machine.
     compiler = GrammarCompiler(lambda: vocabulary(folder), timeout_s=timeout_s, max_compile_bytes=8 << 30)
     server = rpc.async_server()
