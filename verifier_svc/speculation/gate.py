@@ -71,11 +71,6 @@ class Gate:
         """Whether the next ask is not worth waiting for."""
         return not self._in_earnest
 
-    @property
-    def expects_drafts(self) -> bool:
-        """Whether asking is worth a wait, and drafts pay where there are some."""
-        return self._in_earnest and not self._shut_steps
-
     def num_tokens(self, most: int, relative_costs: Sequence[float]) -> int:
         """Return the tokens to draft in the next step, at most ``most``. Called once a step.
 

@@ -72,15 +72,6 @@ def test_drafts_that_could_not_pay_if_they_were_always_right_are_probed_most_rar
     assert gate.num_tokens(7, DEAR)
 
 
-def test_drafts_are_expected_of_who_found_some_until_they_do_not_pay() -> None:
-    gate = Gate()
-    assert not gate.expects_drafts
-    gate.observe_find()
-    assert gate.num_tokens(15, CHEAP) and gate.expects_drafts
-    shut(gate)
-    assert not gate.num_tokens(15, CHEAP) and not gate.is_scouting and not gate.expects_drafts
-
-
 def test_acceptance_counts_the_first_refused_token_as_a_trial() -> None:
     gate = Gate()
     for _ in range(200):
