@@ -67,7 +67,9 @@ class DeviceLlama(Llama[DeviceProgram]):
 
         ``path`` keeps the choices for the next start.
         """
+        # Both, because loading the other one later would move memory that callers' graphs know.
         self._loaded(())
+        self._loaded((), wants_few=True)
         self._passes.tune(path)
 
     def upload(self, batch: ForwardBatch) -> DeviceArrays:

@@ -22,6 +22,7 @@ from foretoken.models.flashinfer_attention import FlashInferAttention
 from foretoken.models.llama import HostLlama
 from foretoken.models.weights import Checkpoint
 from foretoken.tree import ancestor_mask, depths
+from tests.foretoken.test_models import random_model
 from tests.references import head_files
 
 BLOCK, NUM_BLOCKS = 4, 24
@@ -199,6 +200,19 @@ def test_rows_whose_logits_nobody_wants_need_no_last_layer(folder: Path, strict:
         torch.testing.assert_close(model.features, features, **close)
         torch.testing.assert_close(cache.data, entries, **close)
         torch.testing.assert_close(found.cpu(), ours.forward(few, (1,)), rtol=1e-3, atol=1e-4)
+
+
+def test_no_memory_moves_after_matmuls_are_tuned(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter's own graphs know the buffers, which are larger here for passes that want few logits."""
+    random_model("qwen3 tied").save_pretrained(tmp_path)
+    model = llama(tmp_path, Backend("gpu", torch.device(device)), SIZES)
+    monkeypatch.setattr(model._passes, "tune", lambda path: None)
+    model.tune(None)
+    before = model.generation
+    text, table = [int(token) for token in np.arange(1, 12) * 5 % 30], [3, 7, 1]
+    for wanted in (range(len(text)), [10], []):
+        model.forward(replace(batch([prompt(text, table)], [table], [0]), logit_rows=np.array(wanted, np.int32)))
+        assert model.generation == before
 
 
 def test_buckets_hold_what_they_are_asked_to() -> None:

@@ -90,12 +90,19 @@ def pass_sizes(settings: VerifierSettings) -> PassSizes:
 def _buffers_bytes(settings: VerifierSettings, config: ModelConfig, element: torch.dtype) -> int:
     """Return the GPU bytes of a DeviceRunner's passes and its walker, without weights and cache."""
     rows = pass_sizes(settings).rows
-    queries = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    widths = config.hidden_size * (2 + _CAPTURED) + queries + config.hidden_size + 3 * config.intermediate_size
-    logits = 4 * config.vocab_size
     # For each token an int32 count, and whether it was seen.
     penalties = settings.max_running_requests * config.vocab_size * 5
     # Two prefill chunks wait in device memory for a drafter on this GPU.
     chunks = 2 * settings.chunked_prefill_size if settings.drafters else 0
     prompts = chunks * _CAPTURED * config.hidden_size * element.itemsize
-    return rows * (widths * element.itemsize + logits + _SAMPLER_ROW_BYTES) + penalties + prompts + _FIXED_GPU_BYTES
+    return rows * (pass_row_bytes(config, element) + _SAMPLER_ROW_BYTES) + penalties + prompts + _FIXED_GPU_BYTES
+
+
+def pass_row_bytes(config: ModelConfig, element: torch.dtype) -> int:
+    """Return the bytes that one row of a pass on a GPU takes in its buffers."""
+    attended = config.num_heads * config.head_dim
+    # HIDDEN, OUTPUT and FEATURES; then NORMED, which also takes attention's rows whose logits are wanted.
+    widths = config.hidden_size * (2 + _CAPTURED) + max(config.hidden_size, attended)
+    widths += attended + attended + 2 * config.num_kv_heads * config.head_dim
+    widths += 3 * config.intermediate_size
+    return widths * element.itemsize + 4 * config.vocab_size

@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from foretoken.drafting import FINAL_NORM
 from foretoken.errors import ConfigError
-from foretoken.models.backend import CPU
+from foretoken.models.backend import CPU, Backend
+from foretoken.models.device_llama import DeviceLlama
+from tests.foretoken.test_device_pass import SIZES, loaded
+from tests.foretoken.test_models import random_model
 from verifier_svc.config import VerifierSettings
 from verifier_svc.model.memory_plan import make_plan
 from verifier_svc.model.sizes import with_sizes
-from verifier_svc.model.target import memory_plan
+from verifier_svc.model.target import memory_plan, pass_row_bytes
 from verifier_svc.server import ProgressLines
 
 DEMO = Path(__file__).parents[3] / "models" / "demo" / "target"
@@ -65,6 +70,18 @@ def test_a_gpu_plan_is_of_its_own_memory_and_names_its_buffers() -> None:
     assert "buffers" in str(plan) and "1.0 MiB" in str(plan)
     with pytest.raises(ConfigError, match="--max-total-tokens"):
         make_plan(settings(), **sizes, available=room, buffers_bytes=room)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, head dimension 80, no groups"])
+def test_the_plan_has_all_buffers_of_a_pass(name: str, tmp_path: Path, device: str) -> None:
+    """Those of passes that want few logits, too, and hidden states of as many layers as may be kept."""
+    random_model(name).save_pretrained(tmp_path)
+    config, weights, cache = loaded(tmp_path, Backend("gpu", torch.device(device)), torch.float32)
+    model = DeviceLlama(config, weights, cache, 64, SIZES)
+    model._loaded((0, 1, config.num_layers, FINAL_NORM))
+    model._loaded((), wants_few=True)
+    buffers = model._passes._buffers._buffers.values()
+    assert sum(each.nbytes for each in buffers) == SIZES.rows * pass_row_bytes(config, torch.float32)
 
 
 def test_progress_is_shown_for_what_takes_long_only(capsys: pytest.CaptureFixture[str]) -> None:
