@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from foretoken.telemetry import DRAFTER_LABEL, VERIFIER_LABEL
-from foretoken.top.reading import Values, by_label, last_bound, quantile, total
+from foretoken.top.reading import Values, bucket_bounds, by_label, quantile, total
 from foretoken.top.window import Window
 
 LATENCIES = {
@@ -41,11 +41,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Two percentiles in seconds; infinite beyond ``most``, the histogram's last bound."""
+    """Two percentiles in seconds, and the finite upper bounds of the histogram's buckets in order.
+
+    A percentile beyond the last bound is infinite. One in the first bucket is interpolated from zero.
+    """
 
     p50: float | None
     p99: float | None
-    most: float
+    bounds: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,7 @@ def figures(window: Window) -> Figures:
         seconds=window.seconds,
         load=_load(now, risen, window.seconds),
         latencies={
-            title: Latency(quantile(risen, name, 0.5), quantile(risen, name, 0.99), last_bound(now, name))
+            title: Latency(quantile(risen, name, 0.5), quantile(risen, name, 0.99), bucket_bounds(now, name))
             for title, name in LATENCIES.items()
         },
         drafters=_drafters(now, risen),

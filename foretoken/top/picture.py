@@ -98,7 +98,7 @@ def _load_rows(figures: Figures, most_waiting: int) -> list[Row]:
 def _latencies(latencies: Mapping[str, Latency]) -> RenderableType:
     table = _table("Latency", "p50", "p99")
     for title, latency in latencies.items():
-        table.add_row(title, _percentile(latency.p50, latency.most), _percentile(latency.p99, latency.most))
+        table.add_row(title, _percentile(latency.p50, latency.bounds), _percentile(latency.p99, latency.bounds))
     return Group("", table)
 
 
@@ -249,9 +249,13 @@ def _time(seconds: float | None) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _percentile(seconds: float | None, most: float) -> str:
-    """Return a percentile; ``most``: what is certain of an infinite one."""
-    return f"> {_time(most)}" if seconds is not None and math.isinf(seconds) else _time(seconds)
+def _percentile(seconds: float | None, bounds: tuple[float, ...]) -> str:
+    """Return a percentile; of one in the first bucket or beyond the last, only the bound is known."""
+    if seconds is None or not bounds:
+        return _time(seconds)
+    if math.isinf(seconds):
+        return f"> {_time(bounds[-1])}"
+    return f"< {_time(bounds[0])}" if seconds <= bounds[0] else _time(seconds)
 
 
 def _shown(text: str) -> str:

@@ -91,8 +91,8 @@ def test_rates_and_shares_are_of_the_window() -> None:
     assert (steps.tokens, steps.share_from_drafts) == (3.0, 160 / 300)
     assert list(steps.without_draft.items()) == [("last_token", 2.0), ("first_step", 1.0)]
     assert found.found_in_prefix_cache == 0.25
-    assert found.latencies["Time to first token"] == Latency(pytest.approx(2 / 3), float("inf"), 1.0)
-    assert found.latencies["Whole request"] == Latency(None, None, 0.0)
+    assert found.latencies["Time to first token"] == Latency(pytest.approx(2 / 3), float("inf"), (1.0,))
+    assert found.latencies["Whole request"] == Latency(None, None, ())
     assert found.verifiers == (Verifier("v", True, 0.25),)
 
 

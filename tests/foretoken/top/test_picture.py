@@ -18,9 +18,11 @@ FIGURES = Figures(
     seconds=10.0,
     load=Load(3, 1, 4, 0, 812.44, 45.0, 1.2, 0.0, 0.5),
     latencies={
-        "Time to first token": Latency(0.01234, 1.5, 10.0),
-        "Time per output token": Latency(0.0015, math.inf, 1.0),
-        "Whole request": Latency(None, None, 81.92),
+        "Time to first token": Latency(0.01234, 1.5, (0.001, 10.0)),
+        "Time per output token": Latency(0.0015, math.inf, (0.001, 1.0)),
+        "Whole request": Latency(None, None, (0.01, 81.92)),
+        # Within the first bucket an interpolated time would be made up.
+        "Wait in the queue": Latency(0.0005, 0.00099, (0.001, 81.92)),
     },
     drafters=(
         Drafter("eagle3", {"attached": 1}, 0.72, 2.444, (0.88, 0.7, 0.51), False, 3, 2),
@@ -79,6 +81,7 @@ def test_a_picture_shows_all_figures() -> None:
         "Time to first token": "12.3 ms 1.5 s",
         "Time per output token": "1.5 ms > 1 s",
         "Whole request": "- -",
+        "Wait in the queue": "< 1 ms < 1 ms",
         "eagle3 ": "attached (3 times) 72% 2.44 88% 70% 51%",
         "ngram  ": "broken - - -",
         "ngram is not attached:": "it lies",
