@@ -14,7 +14,8 @@ from foretoken.top.window import Window
 
 LATENCIES = {
     "Time to first token": "time_to_first_token_seconds",
-    "Time per output token": "inter_token_latency_seconds",
+    "Time per output token": "request_time_per_output_token_seconds",
+    "Inter-token latency": "inter_token_latency_seconds",
     "Whole request": "e2e_request_latency_seconds",
     "Wait in the queue": "request_queue_time_seconds",
 }

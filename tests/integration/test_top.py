@@ -137,7 +137,8 @@ def test_the_printed_figures_are_those_of_metrics_and_of_the_clients(stack: Stac
     assert rows["Deaths and resumes"] == "verifiers up 1 of 1, outputs resumed 0, preemptions 0"
     for title, name in {
         "Time to first token": "time_to_first_token_seconds",
-        "Time per output token": "inter_token_latency_seconds",
+        "Time per output token": "request_time_per_output_token_seconds",
+        "Inter-token latency": "inter_token_latency_seconds",
     }.items():
         for share, time in zip((0.5, 0.99), re.findall(r"[\d.]+ m?s", rows[title]), strict=True):
             low, high = bucket(between, name, share)

@@ -167,6 +167,19 @@ def test_phases_are_divided_as_on_the_dashboard() -> None:
     assert found == [set(VERIFY_PHASES), set(HOST_PHASES)]
 
 
+def test_the_time_per_output_token_is_that_of_whole_requests() -> None:
+    """As ``foretoken bench`` defines it; the time between two tokens is another figure."""
+    now = {
+        'request_time_per_output_token_seconds_bucket{le="0.01"}': 0.0,
+        'request_time_per_output_token_seconds_bucket{le="0.03"}': 2.0,
+        'inter_token_latency_seconds_bucket{le="0.01"}': 0.0,
+        'inter_token_latency_seconds_bucket{le="0.07"}': 2.0,
+    }
+    found = figures(window((0.0, {f"verifier_up{{{OF_V}}}": 1.0}), (4.0, now))).latencies
+    assert found["Time per output token"].p50 == pytest.approx(0.02)
+    assert found["Inter-token latency"].p50 == pytest.approx(0.04)
+
+
 def test_titles_of_latencies_are_the_dashboards() -> None:
     for title, name in module.LATENCIES.items():
         assert f"foretoken_{name}_bucket" in PANELS[title][0]

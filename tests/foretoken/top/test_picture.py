@@ -20,6 +20,7 @@ FIGURES = Figures(
     latencies={
         "Time to first token": Latency(0.01234, 1.5, (0.001, 10.0)),
         "Time per output token": Latency(0.0015, math.inf, (0.001, 1.0)),
+        "Inter-token latency": Latency(0.002, 0.003, (0.001, 1.0)),
         "Whole request": Latency(None, None, (0.01, 81.92)),
         # Within the first bucket an interpolated time would be made up.
         "Wait in the queue": Latency(0.0005, 0.00099, (0.001, 81.92)),
@@ -80,6 +81,7 @@ def test_a_picture_shows_all_figures() -> None:
         "Tokens a step": "2.31, share from drafts 57%",
         "Time to first token": "12.3 ms 1.5 s",
         "Time per output token": "1.5 ms > 1 s",
+        "Inter-token latency": "2 ms 3 ms",
         "Whole request": "- -",
         "Wait in the queue": "< 1 ms < 1 ms",
         "eagle3 ": "attached (3 times) 72% 2.44 88% 70% 51%",
