@@ -106,9 +106,14 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Steps of all verifiers; reasons are counted each second."""
+    """Steps of all verifiers; reasons are counted each second.
 
-    tokens: float | None
+    Tokens a step: ``tokens_of_sequence`` of one sequence that wants drafts, as ``foretoken bench`` shows them;
+    ``tokens_of_batch`` of the whole batch.
+    """
+
+    tokens_of_sequence: float | None
+    tokens_of_batch: float | None
     share_from_drafts: float | None
     time: StepTime | None
     without_draft: Mapping[str, float]
@@ -235,9 +240,13 @@ def _choices(now: Values) -> tuple[Choice, ...]:
 
 def _steps(risen: Values, seconds: float) -> Steps:
     num_steps, tokens = total(risen, "engine_steps_total"), total(risen, "engine_generated_tokens_total")
+    accepted = total(risen, "spec_decode_num_accepted_tokens_total")
+    # Each row gives one token and the accepted ones. Rows of requests without speculation are not counted.
+    rows = total(risen, "spec_decode_num_drafts_total") + total(risen, "fallback_steps_total")
     return Steps(
-        tokens=_ratio(tokens, num_steps),
-        share_from_drafts=_ratio(total(risen, "spec_decode_num_accepted_tokens_total"), tokens),
+        tokens_of_sequence=_ratio(rows + accepted, rows),
+        tokens_of_batch=_ratio(tokens, num_steps),
+        share_from_drafts=_ratio(accepted, tokens),
         time=_step_time(risen, num_steps) if num_steps else None,
         without_draft=_rates(by_label(risen, "fallback_reasons_total", "reason"), seconds),
         not_overlapped=_rates(by_label(risen, "overlap_blocked_steps_total", "reason"), seconds),

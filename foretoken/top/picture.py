@@ -75,7 +75,7 @@ def _titled(rows: Iterable[Row]) -> RenderableType:
 
 
 def _load_rows(figures: Figures, most_waiting: int) -> list[Row]:
-    load = figures.load
+    load, steps = figures.load, figures.steps
     room = f" of {most_waiting}" if most_waiting else ""
     return [
         ("Requests", f"running {load.running}, waiting in verifiers {load.waiting_in_verifiers}{room}"),
@@ -90,7 +90,8 @@ def _load_rows(figures: Figures, most_waiting: int) -> list[Row]:
         ),
         (
             "Tokens a step",
-            f"{_number(figures.steps.tokens, 2)}, share from drafts {_percent(figures.steps.share_from_drafts)}",
+            f"a sequence {_number(steps.tokens_of_sequence, 2)}, whole batch {_number(steps.tokens_of_batch, 2)}, "
+            f"from drafts {_percent(steps.share_from_drafts)}",
         ),
     ]
 

@@ -31,7 +31,12 @@ FIGURES = Figures(
     ),
     choices=(Choice("eagle3", "unix:/v", 6, 5, 4.0, "drafts_pay", 800.0, 500.0),),
     steps=Steps(
-        2.31, 0.57, StepTime(300.0, 100.0, 1200.0, 500.0), {"a": 9.0, "b": 8.0, "c": 7.0, "d": 6.0}, {"host_work": 1.0}
+        2.16,
+        6.56,
+        0.57,
+        StepTime(300.0, 100.0, 1200.0, 500.0),
+        {"a": 9.0, "b": 8.0, "c": 7.0, "d": 6.0},
+        {"host_work": 1.0},
     ),
     verifiers=(Verifier("unix:/v", True, 0.343),),
     found_in_prefix_cache=0.8,
@@ -78,7 +83,7 @@ def test_a_picture_shows_all_figures() -> None:
         "In gateways": "requests 4, outputs that wait for a verifier 0",
         "Tokens a second": "output 812.4, prompts 45.0",
         "Requests a second": "finished 1.2, failed 0.0, refused 0.5",
-        "Tokens a step": "2.31, share from drafts 57%",
+        "Tokens a step": "a sequence 2.16, whole batch 6.56, from drafts 57%",
         "Time to first token": "12.3 ms 1.5 s",
         "Time per output token": "1.5 ms > 1 s",
         "Inter-token latency": "2 ms 3 ms",
@@ -138,7 +143,9 @@ def test_several_verifiers_are_named() -> None:
 
 @pytest.mark.parametrize("ready", [{}, {"status": "not ready"}])
 def test_a_server_that_shows_nothing_yet(ready: dict[str, Any]) -> None:
-    empty = Figures(0.0, Load(0, 0, 0, 0, *[None] * 5), {}, (), (), Steps(None, None, None, {}, {}), (), None, 0, 0)
+    empty = Figures(
+        0.0, Load(0, 0, 0, 0, *[None] * 5), {}, (), (), Steps(None, None, None, None, {}, {}), (), None, 0, 0
+    )
     drawn = lines(picture(URL, empty, ready, None))
     assert row(drawn, "Tokens a second") == "output -, prompts -"
     assert row(drawn, "Step, ms") == "-"
