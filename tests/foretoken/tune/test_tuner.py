@@ -181,8 +181,14 @@ def test_settings_are_split_at_commas_and_checked(tmp_path: Path) -> None:
     assert settings.batches == (1, 4, 16) and settings.weight_of == {16: 1.0, 1: 2.0, 4: 3.0}
     assert settings.draft_shapes == ((3, 1, 4),)
     assert [settings.round_size(batch) for batch in settings.batches] == [4, 8, 32]
+    assert TuneSettings.model_validate({"requests_per_round": "4", "max_concurrency": "1,4"}).round_size(1) == 4
     for values, words in (
         ({"weights": "1,2"}, "as many numbers as --max-concurrency"),
+        (
+            {"requests_per_round": "1", "max_concurrency": "1,4"},
+            "--requests-per-round: 1 cannot keep 4 requests running at once; give at least 4, or auto",
+        ),
+        ({"requests_per_round": "15"}, "give at least 16, or auto"),
         ({"max_concurrency": "0"}, "expected numbers above 0"),
         ({"shapes": "3-1-9"}, "a chain of 3 levels has 4 nodes"),
         ({"dataset_path": tmp_path}, "--dataset-path belongs to"),
