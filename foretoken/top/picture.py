@@ -81,7 +81,7 @@ def _load_rows(figures: Figures, most_waiting: int) -> list[Row]:
         ("Requests", f"running {load.running}, waiting in verifiers {load.waiting_in_verifiers}{room}"),
         (
             "In gateways",
-            f"requests {load.in_gateways}, outputs that wait for a verifier {load.waiting_for_a_verifier}",
+            f"requests {load.in_gateways}, outputs without a verifier {load.waiting_for_a_verifier}",
         ),
         ("Tokens a second", f"output {_number(load.output_tokens)}, prompts {_number(load.prompt_tokens)}"),
         (
@@ -142,9 +142,9 @@ def _step_rows(figures: Figures) -> list[Row]:
     is_named = len(figures.verifiers) > 1
     rows += [("Controller chose", _choice(choice, is_named=is_named)) for choice in figures.choices]
     if steps.without_draft:
-        rows.append(("No draft, rows/s", _most_frequent(steps.without_draft)))
+        rows.append(("Why no draft, per s", _most_frequent(steps.without_draft)))
     if steps.not_overlapped:
-        rows.append(("No overlap, steps/s", _most_frequent(steps.not_overlapped)))
+        rows.append(("Why no overlap, per s", _most_frequent(steps.not_overlapped)))
     return rows
 
 
@@ -181,7 +181,7 @@ def _memory_rows(figures: Figures) -> list[Row]:
             f"verifiers up {sum(verifier.is_up for verifier in figures.verifiers)} of {len(figures.verifiers)}, "
             f"outputs resumed {figures.resumes}, preemptions {figures.preemptions}",
         ),
-        ("Drafts of no use", ", ".join(useless) or NONE),
+        ("Late or bad drafts", ", ".join(useless) or NONE),
     ]
 
 

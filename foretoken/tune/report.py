@@ -59,7 +59,10 @@ def to_lines(findings: Findings, choice: Choice) -> list[str]:
         more = f"; {', '.join(against)}" if against else ""
         speed = f"{rates[best]:.0f} tok/s ({_span(rounds[best])} in {_rounds(len(rounds[best]))})"
         lines.append(f"best with {batch} at once: {best.name}, {speed}{more}")
-    lines.append(f"for all: {choice.name}, {choice.score:.0%} of the best of each. {_why(choice)}")
+    lines.append(
+        f"chosen for all: {choice.name}; on average it reaches {choice.score:.0%} of the fastest candidate's speed. "
+        f"{_why(choice)}"
+    )
     return lines + _preliminary(findings, choice)
 
 

@@ -80,7 +80,7 @@ def test_a_picture_shows_all_figures() -> None:
     assert drawn[0].startswith(f"demo at {URL}: ready ") and drawn[0].endswith(", the last 10.0 s")
     shown = {
         "Requests  ": "running 3, waiting in verifiers 1",
-        "In gateways": "requests 4, outputs that wait for a verifier 0",
+        "In gateways": "requests 4, outputs without a verifier 0",
         "Tokens a second": "output 812.4, prompts 45.0",
         "Requests a second": "finished 1.2, failed 0.0, refused 0.5",
         "Tokens a step": "a sequence 2.16, whole batch 6.56, from drafts 57%",
@@ -94,12 +94,12 @@ def test_a_picture_shows_all_figures() -> None:
         "ngram is not attached:": "it lies",
         "ngram:": "speculation hardly works; the verifier's log names likely causes",
         "Step, ms": "draft 0.30, hand-over 0.10, verify 1.20, host 0.50",
-        "No draft, rows/s": "a 9.0, b 8.0, c 7.0",
-        "No overlap, steps/s": "host_work 1.0",
+        "Why no draft, per s": "a 9.0, b 8.0, c 7.0",
+        "Why no overlap, per s": "host_work 1.0",
         "KV cache in use": "34.3%",
         "Prefix cache": "found 80% of prompt tokens",
         "Deaths and resumes": "verifiers up 1 of 1, outputs resumed 2, preemptions 7",
-        "Drafts of no use": "eagle3 2, ngram 0",
+        "Late or bad drafts": "eagle3 2, ngram 0",
     }
     assert {title: row(drawn, title) for title in shown} == shown
     at = drawn.index(next(line for line in drawn if line.startswith("Controller chose")))
