@@ -131,6 +131,15 @@ def cached(model: str, revision: str | None = None) -> Path | None:
     return folder if any(folder.glob("*.safetensors")) else None
 
 
+def check_known(model: str, revision: str | None = None) -> None:
+    """Raise ConfigError if there is neither such a folder nor such a model on the hub. Downloads nothing."""
+    if not _is_hub_id(model):
+        resolve(model, revision)
+        return
+    with _plain_errors(model, revision):
+        _ask_once(model, revision)
+
+
 def cache_folder() -> Path:
     """Return where hub ids are downloaded to."""
     from huggingface_hub.constants import HF_HUB_CACHE

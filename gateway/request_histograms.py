@@ -7,6 +7,8 @@ from gateway.generation import Output
 
 # The buckets of gen_ai.server.request.duration in OpenTelemetry's conventions.
 _LATENCY_BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+# An idle server starts a request within a few milliseconds.
+_QUEUE_BUCKETS_S = (0.001, 0.003, *_LATENCY_BUCKETS_S)
 _FIRST_TOKEN_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 # The goal is a token every few milliseconds, so the lower end is fine-grained.
 _TOKEN_BUCKETS_S = (
@@ -39,7 +41,7 @@ class RequestHistograms:
             "e2e_request_latency_seconds", "Request received to its end.", _LATENCY_BUCKETS_S, vllm=True
         )
         self._queue = histogram(
-            "request_queue_time_seconds", "Time in the verifier's queue.", _LATENCY_BUCKETS_S, vllm=True
+            "request_queue_time_seconds", "Time in the verifier's queue.", _QUEUE_BUCKETS_S, vllm=True
         )
         self._prefill = histogram(
             "request_prefill_time_seconds", "First step to first token, at the verifier.", _LATENCY_BUCKETS_S, vllm=True

@@ -180,11 +180,9 @@ def stack_settings(given: Given, folder: Path) -> StackSettings:
 
     Hub ids are downloaded last.
     """
-    from foretoken import stack
-
     address = f"unix:{folder}/verifier.sock"
     gateway = gateway_of_stack(given, verifiers=[address])
-    stack.check_ports(gateway.host, gateway.port, gateway.grpc_port, are_free=not given.settings(ServeOptions).dry_run)
+    _check_ports(given, gateway, are_free=not given.settings(ServeOptions).dry_run)
     part = verifier_stack(given, folder, address)
     gateway = gateway.model_copy(update={"model": part.verifier.model})
     return StackSettings(**vars(part), gateway=gateway)
@@ -205,10 +203,8 @@ def gateway_of_cluster(given: Given, file: Path) -> GatewaySettings:
 
     The verifiers' own settings are checked as far as this machine can. Hub ids are downloaded last.
     """
-    from foretoken import stack
-
     gateway = gateway_of_stack(given, verifiers=[f"file:{file}"])
-    stack.check_ports(gateway.host, gateway.port, gateway.grpc_port)
+    _check_ports(given, gateway)
     verifier, options = verifier_settings(given, address="unix:/none", drafters=[]), given.settings(ServeOptions)
     events = verifier.kv_events, verifier.kv_events_replay, verifier.kv_events_topic
     kv_event_endpoints.check(*events, options.num_verifiers)
@@ -216,6 +212,18 @@ def gateway_of_cluster(given: Given, file: Path) -> GatewaySettings:
     given, _ = speculators.expand(given)
     drafter_specs(given, options, [])
     return gateway.model_copy(update={"model": find_checkpoint(given)})
+
+
+def _check_ports(given: Given, gateway: GatewaySettings, *, are_free: bool = True) -> None:
+    """Raise ConfigError for ports that cannot be had, but for a MODEL that is not there before that."""
+    from foretoken import stack
+
+    try:
+        stack.check_ports(gateway.host, gateway.port, gateway.grpc_port, are_free=are_free)
+    except ConfigError:
+        # Often a server runs already. Another port would not help with a mistyped MODEL.
+        hub.check_known(given.values["model"], given.settings(GatewayOptions).revision)
+        raise
 
 
 def words_of_verifier(given: Given) -> list[str]:

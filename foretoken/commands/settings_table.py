@@ -14,6 +14,9 @@ also a key of the file that `--config FILE` names: the flag without its dashes. 
 the environment, the environment over the file, the file over the default. A repeated flag is a list
 in the file. `foretoken tune` takes the settings of `serve`, too.
 
+`serve`, `doctor` and `tune` take a shortened flag as long as only one flag begins so, as SGLang does:
+`--speculative-num-st 3`. Keys of a file are written in full.
+
 ```yaml
 model: models/demo/target
 port: 8080

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from foretoken.telemetry import DRAFTER_LABEL, VERIFIER_LABEL
-from foretoken.top.reading import Values, by_label, last_bound, quantile, total
+from foretoken.top.reading import Values, bucket_bounds, by_label, quantile, total
 from foretoken.top.window import Window
 
 LATENCIES = {
     "Time to first token": "time_to_first_token_seconds",
-    "Time per output token": "inter_token_latency_seconds",
+    "Time per output token": "request_time_per_output_token_seconds",
+    "Inter-token latency": "inter_token_latency_seconds",
     "Whole request": "e2e_request_latency_seconds",
     "Wait in the queue": "request_queue_time_seconds",
 }
@@ -41,11 +42,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Two percentiles in seconds; infinite beyond ``most``, the histogram's last bound."""
+    """Two percentiles in seconds, and the finite upper bounds of the histogram's buckets in order.
+
+    A percentile beyond the last bound is infinite. One in the first bucket is interpolated from zero.
+    """
 
     p50: float | None
     p99: float | None
-    most: float
+    bounds: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +106,14 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Steps of all verifiers; reasons are counted each second."""
+    """Steps of all verifiers; reasons are counted each second.
 
-    tokens: float | None
+    Tokens a step: ``tokens_of_sequence`` of one sequence that wants drafts, as ``foretoken bench`` shows them;
+    ``tokens_of_batch`` of the whole batch.
+    """
+
+    tokens_of_sequence: float | None
+    tokens_of_batch: float | None
     share_from_drafts: float | None
     time: StepTime | None
     without_draft: Mapping[str, float]
@@ -149,7 +158,7 @@ def figures(window: Window) -> Figures:
         seconds=window.seconds,
         load=_load(now, risen, window.seconds),
         latencies={
-            title: Latency(quantile(risen, name, 0.5), quantile(risen, name, 0.99), last_bound(now, name))
+            title: Latency(quantile(risen, name, 0.5), quantile(risen, name, 0.99), bucket_bounds(now, name))
             for title, name in LATENCIES.items()
         },
         drafters=_drafters(now, risen),
@@ -231,9 +240,13 @@ def _choices(now: Values) -> tuple[Choice, ...]:
 
 def _steps(risen: Values, seconds: float) -> Steps:
     num_steps, tokens = total(risen, "engine_steps_total"), total(risen, "engine_generated_tokens_total")
+    accepted = total(risen, "spec_decode_num_accepted_tokens_total")
+    # Each row gives one token and the accepted ones. Rows of requests without speculation are not counted.
+    rows = total(risen, "spec_decode_num_drafts_total") + total(risen, "fallback_steps_total")
     return Steps(
-        tokens=_ratio(tokens, num_steps),
-        share_from_drafts=_ratio(total(risen, "spec_decode_num_accepted_tokens_total"), tokens),
+        tokens_of_sequence=_ratio(rows + accepted, rows),
+        tokens_of_batch=_ratio(tokens, num_steps),
+        share_from_drafts=_ratio(accepted, tokens),
         time=_step_time(risen, num_steps) if num_steps else None,
         without_draft=_rates(by_label(risen, "fallback_reasons_total", "reason"), seconds),
         not_overlapped=_rates(by_label(risen, "overlap_blocked_steps_total", "reason"), seconds),

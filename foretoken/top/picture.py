@@ -75,13 +75,13 @@ def _titled(rows: Iterable[Row]) -> RenderableType:
 
 
 def _load_rows(figures: Figures, most_waiting: int) -> list[Row]:
-    load = figures.load
+    load, steps = figures.load, figures.steps
     room = f" of {most_waiting}" if most_waiting else ""
     return [
         ("Requests", f"running {load.running}, waiting in verifiers {load.waiting_in_verifiers}{room}"),
         (
             "In gateways",
-            f"requests {load.in_gateways}, outputs that wait for a verifier {load.waiting_for_a_verifier}",
+            f"requests {load.in_gateways}, outputs without a verifier {load.waiting_for_a_verifier}",
         ),
         ("Tokens a second", f"output {_number(load.output_tokens)}, prompts {_number(load.prompt_tokens)}"),
         (
@@ -90,7 +90,8 @@ def _load_rows(figures: Figures, most_waiting: int) -> list[Row]:
         ),
         (
             "Tokens a step",
-            f"{_number(figures.steps.tokens, 2)}, share from drafts {_percent(figures.steps.share_from_drafts)}",
+            f"a sequence {_number(steps.tokens_of_sequence, 2)}, whole batch {_number(steps.tokens_of_batch, 2)}, "
+            f"from drafts {_percent(steps.share_from_drafts)}",
         ),
     ]
 
@@ -98,7 +99,7 @@ def _load_rows(figures: Figures, most_waiting: int) -> list[Row]:
 def _latencies(latencies: Mapping[str, Latency]) -> RenderableType:
     table = _table("Latency", "p50", "p99")
     for title, latency in latencies.items():
-        table.add_row(title, _percentile(latency.p50, latency.most), _percentile(latency.p99, latency.most))
+        table.add_row(title, _percentile(latency.p50, latency.bounds), _percentile(latency.p99, latency.bounds))
     return Group("", table)
 
 
@@ -141,9 +142,9 @@ def _step_rows(figures: Figures) -> list[Row]:
     is_named = len(figures.verifiers) > 1
     rows += [("Controller chose", _choice(choice, is_named=is_named)) for choice in figures.choices]
     if steps.without_draft:
-        rows.append(("No draft, rows/s", _most_frequent(steps.without_draft)))
+        rows.append(("Why no draft, per s", _most_frequent(steps.without_draft)))
     if steps.not_overlapped:
-        rows.append(("No overlap, steps/s", _most_frequent(steps.not_overlapped)))
+        rows.append(("Why no overlap, per s", _most_frequent(steps.not_overlapped)))
     return rows
 
 
@@ -180,7 +181,7 @@ def _memory_rows(figures: Figures) -> list[Row]:
             f"verifiers up {sum(verifier.is_up for verifier in figures.verifiers)} of {len(figures.verifiers)}, "
             f"outputs resumed {figures.resumes}, preemptions {figures.preemptions}",
         ),
-        ("Drafts of no use", ", ".join(useless) or NONE),
+        ("Late or bad drafts", ", ".join(useless) or NONE),
     ]
 
 
@@ -249,9 +250,13 @@ def _time(seconds: float | None) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _percentile(seconds: float | None, most: float) -> str:
-    """Return a percentile; ``most``: what is certain of an infinite one."""
-    return f"> {_time(most)}" if seconds is not None and math.isinf(seconds) else _time(seconds)
+def _percentile(seconds: float | None, bounds: tuple[float, ...]) -> str:
+    """Return a percentile; of one in the first bucket or beyond the last, only the bound is known."""
+    if seconds is None or not bounds:
+        return _time(seconds)
+    if math.isinf(seconds):
+        return f"> {_time(bounds[-1])}"
+    return f"< {_time(bounds[0])}" if seconds <= bounds[0] else _time(seconds)
 
 
 def _shown(text: str) -> str:

@@ -133,7 +133,6 @@ def quantile(values: Values, name: str, share: float) -> float | None:
     return math.inf
 
 
-def last_bound(values: Values, name: str) -> float:
-    """Return the highest finite bound of a histogram's buckets; 0 if it has none."""
-    bounds = map(float, by_label(values, name + BUCKET, BOUND_LABEL))
-    return max((bound for bound in bounds if math.isfinite(bound)), default=0.0)
+def bucket_bounds(values: Values, name: str) -> tuple[float, ...]:
+    """Return the finite upper bounds of a histogram's buckets in order; none if it was not shown."""
+    return tuple(sorted(filter(math.isfinite, map(float, by_label(values, name + BUCKET, BOUND_LABEL)))))

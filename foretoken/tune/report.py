@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from foretoken.bench.picture import Mark, Picture
-from foretoken.tune.candidates import AUTO, PLAIN, Candidate
+from foretoken.tune.candidates import AUTO, BASELINES, PLAIN, Candidate
 from foretoken.tune.choice import Choice, best_of, score_of
 from foretoken.tune.tuner import Findings
 
+# With fewer rounds the median may be one lucky round.
+ENOUGH_ROUNDS = 4
 COLOURS = {"plain": "#718096", "auto": "#2f855a", "chosen": "#dd6b20", "best of each": "#2563eb"}
 
 
@@ -41,19 +43,27 @@ def to_table(findings: Findings, weights: Mapping[int, float]) -> str:
 
 
 def to_lines(findings: Findings, choice: Choice) -> list[str]:
-    """Return sentences: the best candidate for each number of requests at once, and the one for all."""
+    """Return sentences: the best candidate for each number of requests at once, and the one for all.
+
+    The least and the most of the rounds stand beside each speed.
+    """
     lines = []
     for batch, rates in medians(findings).items():
         best = best_of(rates)
+        rounds = findings.rates[batch]
         against = [
-            f"{rates[best] / rates[other]:.2f} x {other.name}"
-            for other in (PLAIN, AUTO)
+            f"{rates[best] / rates[other]:.2f} x {other.name} ({_span(rounds[other])})"
+            for other in BASELINES
             if other in rates and other != best
         ]
-        more = f" ({', '.join(against)})" if against else ""
-        lines.append(f"best with {batch} at once: {best.name}, {rates[best]:.0f} tok/s{more}")
-    lines.append(f"for all: {choice.name}, {choice.score:.0%} of the best of each. {_why(choice)}")
-    return lines
+        more = f"; {', '.join(against)}" if against else ""
+        speed = f"{rates[best]:.0f} tok/s ({_span(rounds[best])} in {_rounds(len(rounds[best]))})"
+        lines.append(f"best with {batch} at once: {best.name}, {speed}{more}")
+    lines.append(
+        f"chosen for all: {choice.name}; on average it reaches {choice.score:.0%} of the fastest candidate's speed. "
+        f"{_why(choice)}"
+    )
+    return lines + _preliminary(findings, choice)
 
 
 def to_caution(choice: Choice, dataset_path: Path | None) -> list[str]:
@@ -121,6 +131,33 @@ def _cell(candidate: Candidate, measured: Mapping[Candidate, list[float]], rates
     if candidate == best_of(rates):
         return f"**{text}**"
     return text if len(measured[candidate]) == max(map(len, measured.values())) else f"({text})"
+
+
+def _span(rounds: Sequence[float]) -> str:
+    return f"{min(rounds):.0f} to {max(rounds):.0f}"
+
+
+def _rounds(count: int) -> str:
+    return f"{count} round{'s' if count != 1 else ''}"
+
+
+def _preliminary(findings: Findings, choice: Choice) -> list[str]:
+    """Return a line that names what decided with few rounds: winners, the choice, and what they are compared with."""
+    few = []
+    for batch, rates in medians(findings).items():
+        decided = dict.fromkeys((*BASELINES, best_of(rates), choice.candidate))
+        counts = {candidate: len(findings.rates[batch][candidate]) for candidate in decided if candidate in rates}
+        few += [
+            f"{candidate.name} ({_rounds(count)} with {batch} at once)"
+            for candidate, count in counts.items()
+            if count < ENOUGH_ROUNDS
+        ]
+    if not few:
+        return []
+    return [
+        f"PRELIMINARY: fewer than {ENOUGH_ROUNDS} rounds may be chance. Measured so rarely: {', '.join(few)}. "
+        "More --num-rounds or --budget measure for longer"
+    ]
 
 
 def _why(choice: Choice) -> str:

@@ -47,7 +47,10 @@ class TuneSettings(LoadSettings):
         default=0.2, gt=0, le=1, description="Share of the full grid's rounds to use. 1: measure the full grid."
     )
     requests_per_round: Annotated[int, AUTO] = Field(
-        default=0, ge=0, description="Requests of a round. auto: 2 for each that runs at once, and at least 4."
+        default=0,
+        ge=0,
+        description="Requests of a round, at least the largest number of --max-concurrency. auto: 2 for each "
+        "that runs at once, and at least 4.",
     )
     write_config: Annotated[Path, Flag(metavar="FILE")] = Field(
         default=Path("tuned.yaml"), description="YAML file to write, for foretoken serve --config."
@@ -70,6 +73,16 @@ class TuneSettings(LoadSettings):
     def _has_a_weight_for_each(self) -> Self:
         if self.weights and len(self.weights) != len(self.batches):
             raise ValueError("--weights: expected as many numbers as --max-concurrency has")
+        return self
+
+    @model_validator(mode="after")
+    def _fills_each_batch(self) -> Self:
+        most = self.batches[-1]
+        if 0 < self.requests_per_round < most:
+            raise ValueError(
+                f"--requests-per-round: {self.requests_per_round} cannot keep {most} requests running at once; "
+                f"give at least {most}, or auto"
+            )
         return self
 
     @property

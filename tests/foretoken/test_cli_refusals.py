@@ -345,7 +345,28 @@ def test_a_port_in_use_is_noticed_before_anything_starts() -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = str(listener.getsockname()[1])
-        result = foretoken("serve", "./nowhere", "--port", free_port(), "--grpc-port", port)
+        result = foretoken("serve", "demo", "--port", free_port(), "--grpc-port", port)
     assert result.returncode == 2
     expected = f"foretoken: port {port} is in use; choose another with --grpc-port (make serve GRPC_PORT=...)\n"
     assert result.stderr == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("./nowhere", "no such folder: ./nowhere"),
+        ("/nowhere/at/all", "no such folder: /nowhere/at/all"),
+        ("nonexist", "nonexist is neither a folder nor a cached model, and the hub does not answer"),
+        ("org/nonexist", "org/nonexist is neither a folder nor a cached model, and the hub does not answer"),
+    ],
+)
+def test_a_port_in_use_does_not_hide_a_mistake_in_the_model(model: str, message: str) -> None:
+    """A server runs already, so a user who mistypes the next model's name has the port in use as well."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        flags = ("--port", port, "--grpc-port", free_port())
+        result = foretoken("serve", model, *flags, HF_HUB_OFFLINE="1")
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"foretoken: {message}") and result.stderr.count("\n") == 1

@@ -73,6 +73,13 @@ def test_the_servers_own_choice_keeps_the_drafters_and_the_bounds_in_which_it_wa
     assert TreeFlags.of(stack.verifier) == TreeFlags(0, 8, 32)
 
 
+def test_small_shapes_leave_the_servers_own_choice_its_usual_bounds(tmp_path: Path) -> None:
+    """``auto`` is measured as a server without these flags would choose."""
+    words = ("demo", "--shapes", "1-1-2,5-2-8")
+    stack = started(tmp_path / "t.yaml", Choice(AUTO, 0, 1.0), *words)
+    assert TreeFlags.of(stack.verifier) == TreeFlags(0, 4, 8)
+
+
 def test_plain_decode_starts_no_drafter(tmp_path: Path) -> None:
     words = ("demo", "--speculative-num-steps", "3", *NGRAM_FLAGS)
     stack = started(tmp_path / "t.yaml", Choice(PLAIN, 0, 1.0), *words)
@@ -150,6 +157,7 @@ def test_the_server_gets_the_flags_of_models_and_none_of_the_network() -> None:
         (("demo", "--budget", "2"), "--budget: expected at most 1.0, got 2.0"),
         (("demo", "--budget", "0.01"), "--budget: needs at least 30 rounds for 13 candidates, and may use 2"),
         (("demo", "--weights", "1"), "--weights: expected as many numbers as --max-concurrency has"),
+        (("demo", "--requests-per-round", "1", "--max-concurrency", "4"), "--requests-per-round: 1 cannot keep 4"),
         (("demo", "--drafter", "name=a"), "--drafter"),
     ],
 )

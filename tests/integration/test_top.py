@@ -130,14 +130,18 @@ def test_the_printed_figures_are_those_of_metrics_and_of_the_clients(stack: Stac
     check_rates(rows["Requests a second"], {"finished": NUM_REQUESTS, "failed": 0, "refused": 0}, seconds)
     share = rise("spec_decode_num_accepted_tokens_total") / tokens
     assert 0.1 < share < 1
-    assert rows["Tokens a step"] == f"{tokens / rise('engine_steps_total'):.2f}, share from drafts {share:.0%}"
+    accepted = rise("spec_decode_num_accepted_tokens_total")
+    of_sequence = 1 + accepted / (rise("spec_decode_num_drafts_total") + rise("fallback_steps_total"))
+    of_batch = tokens / rise("engine_steps_total")
+    assert rows["Tokens a step"] == f"a sequence {of_sequence:.2f}, whole batch {of_batch:.2f}, from drafts {share:.0%}"
     assert rows["Requests"] == "running 0, waiting in verifiers 0 of 2048"
     found = rise("prefix_cache_hits_total") / rise("prefix_cache_queries_total")
     assert rows["Prefix cache"] == f"found {found:.0%} of prompt tokens"
     assert rows["Deaths and resumes"] == "verifiers up 1 of 1, outputs resumed 0, preemptions 0"
     for title, name in {
         "Time to first token": "time_to_first_token_seconds",
-        "Time per output token": "inter_token_latency_seconds",
+        "Time per output token": "request_time_per_output_token_seconds",
+        "Inter-token latency": "inter_token_latency_seconds",
     }.items():
         for share, time in zip((0.5, 0.99), re.findall(r"[\d.]+ m?s", rows[title]), strict=True):
             low, high = bucket(between, name, share)

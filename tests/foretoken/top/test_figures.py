@@ -31,6 +31,7 @@ BEFORE = {
     "request_success_total": 10.0,
     f"engine_generated_tokens_total{{{OF_V}}}": 1000.0,
     f"engine_steps_total{{{OF_V}}}": 500.0,
+    f"fallback_steps_total{{{OF_V}}}": 12.0,
     f"spec_decode_num_drafts_total{{{OF_D}}}": 100.0,
     f"spec_decode_num_draft_tokens_total{{{OF_D}}}": 400.0,
     f"spec_decode_num_accepted_tokens_total{{{OF_D}}}": 200.0,
@@ -60,6 +61,7 @@ AFTER = BEFORE | {
     f'step_time_us_total{{phase="schedule",{OF_V}}}': 1.1e6,
     f'step_time_us_total{{phase="draft_wait",{OF_V}}}': 1.08e6,
     f"drafter_draft_grow_s{{{OF_D}}}": 3.05,
+    f"fallback_steps_total{{{OF_V}}}": 32.0,
     f'fallback_reasons_total{{reason="first_step",{OF_V}}}': 4.0,
     f'fallback_reasons_total{{reason="last_token",{OF_V}}}': 8.0,
     f"prefix_cache_queries_total{{{OF_V}}}": 300.0,
@@ -88,11 +90,13 @@ def test_rates_and_shares_are_of_the_window() -> None:
     load, steps = found.load, found.steps
     assert (load.running, load.in_gateways, load.waiting_in_verifiers) == (3, 4, 0)
     assert (load.output_tokens, load.finished, load.failed) == (75.0, 1.0, 0.0)
-    assert (steps.tokens, steps.share_from_drafts) == (3.0, 160 / 300)
+    assert (steps.tokens_of_batch, steps.share_from_drafts) == (3.0, 160 / 300)
+    # 80 rows verified a draft, 20 had none.
+    assert steps.tokens_of_sequence == 1 + 160 / 100
     assert list(steps.without_draft.items()) == [("last_token", 2.0), ("first_step", 1.0)]
     assert found.found_in_prefix_cache == 0.25
-    assert found.latencies["Time to first token"] == Latency(pytest.approx(2 / 3), float("inf"), 1.0)
-    assert found.latencies["Whole request"] == Latency(None, None, 0.0)
+    assert found.latencies["Time to first token"] == Latency(pytest.approx(2 / 3), float("inf"), (1.0,))
+    assert found.latencies["Whole request"] == Latency(None, None, ())
     assert found.verifiers == (Verifier("v", True, 0.25),)
 
 
@@ -165,6 +169,19 @@ def test_phases_are_divided_as_on_the_dashboard() -> None:
     queries = "".join(PANELS["Draft, hand-over, verify and host"])
     found = [set(phases.split("|")) for phases in re.findall(r'phase=~"([^"]+)"', queries)]
     assert found == [set(VERIFY_PHASES), set(HOST_PHASES)]
+
+
+def test_the_time_per_output_token_is_that_of_whole_requests() -> None:
+    """As ``foretoken bench`` defines it; the time between two tokens is another figure."""
+    now = {
+        'request_time_per_output_token_seconds_bucket{le="0.01"}': 0.0,
+        'request_time_per_output_token_seconds_bucket{le="0.03"}': 2.0,
+        'inter_token_latency_seconds_bucket{le="0.01"}': 0.0,
+        'inter_token_latency_seconds_bucket{le="0.07"}': 2.0,
+    }
+    found = figures(window((0.0, {f"verifier_up{{{OF_V}}}": 1.0}), (4.0, now))).latencies
+    assert found["Time per output token"].p50 == pytest.approx(0.02)
+    assert found["Inter-token latency"].p50 == pytest.approx(0.04)
 
 
 def test_titles_of_latencies_are_the_dashboards() -> None:

@@ -18,9 +18,12 @@ FIGURES = Figures(
     seconds=10.0,
     load=Load(3, 1, 4, 0, 812.44, 45.0, 1.2, 0.0, 0.5),
     latencies={
-        "Time to first token": Latency(0.01234, 1.5, 10.0),
-        "Time per output token": Latency(0.0015, math.inf, 1.0),
-        "Whole request": Latency(None, None, 81.92),
+        "Time to first token": Latency(0.01234, 1.5, (0.001, 10.0)),
+        "Time per output token": Latency(0.0015, math.inf, (0.001, 1.0)),
+        "Inter-token latency": Latency(0.002, 0.003, (0.001, 1.0)),
+        "Whole request": Latency(None, None, (0.01, 81.92)),
+        # Within the first bucket an interpolated time would be made up.
+        "Wait in the queue": Latency(0.0005, 0.00099, (0.001, 81.92)),
     },
     drafters=(
         Drafter("eagle3", {"attached": 1}, 0.72, 2.444, (0.88, 0.7, 0.51), False, 3, 2),
@@ -28,7 +31,12 @@ FIGURES = Figures(
     ),
     choices=(Choice("eagle3", "unix:/v", 6, 5, 4.0, "drafts_pay", 800.0, 500.0),),
     steps=Steps(
-        2.31, 0.57, StepTime(300.0, 100.0, 1200.0, 500.0), {"a": 9.0, "b": 8.0, "c": 7.0, "d": 6.0}, {"host_work": 1.0}
+        2.16,
+        6.56,
+        0.57,
+        StepTime(300.0, 100.0, 1200.0, 500.0),
+        {"a": 9.0, "b": 8.0, "c": 7.0, "d": 6.0},
+        {"host_work": 1.0},
     ),
     verifiers=(Verifier("unix:/v", True, 0.343),),
     found_in_prefix_cache=0.8,
@@ -72,24 +80,26 @@ def test_a_picture_shows_all_figures() -> None:
     assert drawn[0].startswith(f"demo at {URL}: ready ") and drawn[0].endswith(", the last 10.0 s")
     shown = {
         "Requests  ": "running 3, waiting in verifiers 1",
-        "In gateways": "requests 4, outputs that wait for a verifier 0",
+        "In gateways": "requests 4, outputs without a verifier 0",
         "Tokens a second": "output 812.4, prompts 45.0",
         "Requests a second": "finished 1.2, failed 0.0, refused 0.5",
-        "Tokens a step": "2.31, share from drafts 57%",
+        "Tokens a step": "a sequence 2.16, whole batch 6.56, from drafts 57%",
         "Time to first token": "12.3 ms 1.5 s",
         "Time per output token": "1.5 ms > 1 s",
+        "Inter-token latency": "2 ms 3 ms",
         "Whole request": "- -",
+        "Wait in the queue": "< 1 ms < 1 ms",
         "eagle3 ": "attached (3 times) 72% 2.44 88% 70% 51%",
         "ngram  ": "broken - - -",
         "ngram is not attached:": "it lies",
         "ngram:": "speculation hardly works; the verifier's log names likely causes",
         "Step, ms": "draft 0.30, hand-over 0.10, verify 1.20, host 0.50",
-        "No draft, rows/s": "a 9.0, b 8.0, c 7.0",
-        "No overlap, steps/s": "host_work 1.0",
+        "Why no draft, per s": "a 9.0, b 8.0, c 7.0",
+        "Why no overlap, per s": "host_work 1.0",
         "KV cache in use": "34.3%",
         "Prefix cache": "found 80% of prompt tokens",
         "Deaths and resumes": "verifiers up 1 of 1, outputs resumed 2, preemptions 7",
-        "Drafts of no use": "eagle3 2, ngram 0",
+        "Late or bad drafts": "eagle3 2, ngram 0",
     }
     assert {title: row(drawn, title) for title in shown} == shown
     at = drawn.index(next(line for line in drawn if line.startswith("Controller chose")))
@@ -133,7 +143,9 @@ def test_several_verifiers_are_named() -> None:
 
 @pytest.mark.parametrize("ready", [{}, {"status": "not ready"}])
 def test_a_server_that_shows_nothing_yet(ready: dict[str, Any]) -> None:
-    empty = Figures(0.0, Load(0, 0, 0, 0, *[None] * 5), {}, (), (), Steps(None, None, None, {}, {}), (), None, 0, 0)
+    empty = Figures(
+        0.0, Load(0, 0, 0, 0, *[None] * 5), {}, (), (), Steps(None, None, None, None, {}, {}), (), None, 0, 0
+    )
     drawn = lines(picture(URL, empty, ready, None))
     assert row(drawn, "Tokens a second") == "output -, prompts -"
     assert row(drawn, "Step, ms") == "-"

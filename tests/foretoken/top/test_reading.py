@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from foretoken.telemetry import MetricRegistry, render
-from foretoken.top.reading import Reading, Series, by_label, increases, last_bound, quantile, total
+from foretoken.top.reading import Reading, Series, bucket_bounds, by_label, increases, quantile, total
 
 
 def series(text: str) -> Series:
@@ -118,11 +118,11 @@ def test_quantiles_are_interpolated_within_a_bucket(share: float, expected: floa
     two = {"s_bucket{le=1,m=b}": 3, "s_bucket{le=3,m=b}": 5, "s_bucket{le=5,m=b}": 5, "s_bucket{le=+Inf,m=b}": 5}
     values = of(one | two)
     assert quantile(values, "s", share) == pytest.approx(expected)
-    assert last_bound(values, "s") == 5
+    assert bucket_bounds(values, "s") == (1, 3, 5)
 
 
 def test_no_observation_has_no_quantile() -> None:
     values = of({"s_bucket{le=1}": 0, "s_bucket{le=+Inf}": 0})
     assert quantile(values, "s", 0.5) is None
     assert quantile({}, "s", 0.5) is None
-    assert last_bound({}, "s") == 0
+    assert bucket_bounds({}, "s") == ()

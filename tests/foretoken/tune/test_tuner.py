@@ -146,8 +146,14 @@ def test_the_report_names_the_best_and_why_one_is_chosen(made: type[Made]) -> No
     assert re.search(r"\| eagle3 7-1-8 \| \*\*200\*\* \|", table)
     assert re.search(r"\| eagle3 7-8-32 \| \(50\) \| \(800\) \|", table)
     lines = report.to_lines(findings, choice)
-    assert lines[0] == "best with 1 at once: eagle3 7-1-8, 200 tok/s (2.00 x plain, 1.82 x auto)"
-    assert lines[-1].startswith(f"for all: {choice.name}, ") and "more than 1% faster" in lines[-1]
+    assert lines[0] == (
+        "best with 1 at once: eagle3 7-1-8, 200 tok/s (200 to 200 in 8 rounds); "
+        "2.00 x plain (100 to 100), 1.82 x auto (110 to 110)"
+    )
+    assert lines[2].startswith(f"chosen for all: {choice.name}; on average it reaches ")
+    assert "more than 1% faster" in lines[2]
+    # The best mean over both is a candidate that halving dropped at each.
+    assert "rarely: eagle3 4-1-5 (2 rounds with 1 at once), eagle3 4-1-5 (2 rounds with 16 at once)" in lines[3]
     content = json.loads(json.dumps(report.to_content(findings, choice, {"model": "m"})))
     assert content["best"] == {"1": "eagle3 7-1-8", "16": "eagle3 1-1-2"} and content["model"] == "m"
     picture = ElementTree.fromstring(report.draw(findings, choice))
@@ -155,12 +161,33 @@ def test_the_report_names_the_best_and_why_one_is_chosen(made: type[Made]) -> No
     assert {"plain", "auto", "chosen", "best of each", "eagle3 7-1-8"} <= texts
 
 
+def test_the_report_shows_the_least_and_the_most_of_the_rounds() -> None:
+    findings = Findings({4: {PLAIN: [100.0, 120.0, 90.0, 95.0], TRIED[2]: [110.0, 99.0, 130.0, 125.0, 105.0]}})
+    lines = report.to_lines(findings, Choice(TRIED[2], 0, 1.0))
+    assert lines[0] == (
+        "best with 4 at once: eagle3 1-1-2, 110 tok/s (99 to 130 in 5 rounds); 1.13 x plain (90 to 120)"
+    )
+    assert not any("PRELIMINARY" in line for line in lines)
+
+
+def test_the_report_is_preliminary_where_few_rounds_decided() -> None:
+    rates = {PLAIN: [100.0, 90.0], AUTO: [100.0] * 4, TRIED[2]: [99.0], TRIED[3]: [110.0] * 3}
+    choice = Choice(TRIED[3], 0, 1.0)
+    *_, line = report.to_lines(Findings({1: {**rates, PLAIN: [90.0] * 4}, 4: rates}), choice)
+    # What was dropped early decides nothing.
+    assert line == (
+        "PRELIMINARY: fewer than 4 rounds may be chance. Measured so rarely: eagle3 2-1-3 (3 rounds with 1 at once), "
+        "plain (2 rounds with 4 at once), eagle3 2-1-3 (3 rounds with 4 at once). "
+        "More --num-rounds or --budget measure for longer"
+    )
+
+
 def test_it_says_so_when_plain_decode_or_auto_is_best() -> None:
     for best, words in ((PLAIN, "Plain decode is best"), (AUTO, "No fixed candidate is 1% faster")):
-        findings = Findings({1: {PLAIN: [100.0], AUTO: [90.0], TRIED[2]: [80.0]}})
-        findings.rates[1][best] = [100.0]
+        findings = Findings({1: {PLAIN: [100.0] * 4, AUTO: [90.0] * 4, TRIED[2]: [80.0] * 4}})
+        findings.rates[1][best] = [100.0] * 4
         if best == AUTO:
-            findings.rates[1][PLAIN] = [50.0]
+            findings.rates[1][PLAIN] = [50.0] * 4
         choice = choose(report.medians(findings), {1: 1.0})
         assert choice.candidate == best and words in report.to_lines(findings, choice)[-1]
 
@@ -181,8 +208,14 @@ def test_settings_are_split_at_commas_and_checked(tmp_path: Path) -> None:
     assert settings.batches == (1, 4, 16) and settings.weight_of == {16: 1.0, 1: 2.0, 4: 3.0}
     assert settings.draft_shapes == ((3, 1, 4),)
     assert [settings.round_size(batch) for batch in settings.batches] == [4, 8, 32]
+    assert TuneSettings.model_validate({"requests_per_round": "4", "max_concurrency": "1,4"}).round_size(1) == 4
     for values, words in (
         ({"weights": "1,2"}, "as many numbers as --max-concurrency"),
+        (
+            {"requests_per_round": "1", "max_concurrency": "1,4"},
+            "--requests-per-round: 1 cannot keep 4 requests running at once; give at least 4, or auto",
+        ),
+        ({"requests_per_round": "15"}, "give at least 16, or auto"),
         ({"max_concurrency": "0"}, "expected numbers above 0"),
         ({"shapes": "3-1-9"}, "a chain of 3 levels has 4 nodes"),
         ({"dataset_path": tmp_path}, "--dataset-path belongs to"),
