@@ -21,6 +21,7 @@ from gateway.anthropic.api import anthropic_router
 from gateway.bodies import BodyMiddleware
 from gateway.callers import CallerCheck, CallerMiddleware
 from gateway.core import GatewayCore
+from gateway.head_requests import HeadMiddleware, answers_head
 from gateway.ignored_fields import IgnoredFieldsMiddleware
 from gateway.messages import VerifierInfo
 from gateway.openai.api import openai_router
@@ -67,6 +68,7 @@ def _add_middleware(app: FastAPI, core: GatewayCore) -> None:
     app.add_middleware(BodyMiddleware, budget=core.bodies)
     app.add_middleware(IgnoredFieldsMiddleware, is_strict=settings.strict_fields)
     app.add_middleware(AccessMiddleware, policy=core.policy, reject=reject)
+    app.add_middleware(HeadMiddleware)
     if settings.allowed_origins:
         # Without it, browsers hide the answers from pages. It comes before the check of keys, because a
         # browser's preflight has none, and a page must be able to read that its key is wrong.
@@ -175,6 +177,8 @@ def _add_error_handlers(app: FastAPI, core: GatewayCore) -> None:
         if error.status_code == 405 and (methods := methods_of(app.openapi(), path)):
             # The routing names the methods of one route only.
             headers["allow"] = ", ".join(methods)
+        if error.status_code == 405 and answers_head(path):
+            headers["allow"] += ", HEAD"
         return error_shapes.status_response(path, error.status_code, str(error.detail), headers)
 
     @app.exception_handler(Exception)

@@ -153,6 +153,21 @@ async def test_a_refused_call_learns_nothing(stack: Stack, call: str) -> None:
     assert not ran and (call == "a tenant's key" or not stack.verifier.submitted)
 
 
+async def test_head_is_answered_as_get_where_no_key_is_needed(stack: Stack) -> None:
+    """Uptime monitors send HEAD, without a key."""
+    public = [route.path.replace("{name}", "style.css") for route in ROUTES if route.who is Who.PUBLIC]
+    assert {"/", "/health", "/ready", "/ping"} <= set(public)
+    for path in public:
+        got, head = await stack.http.get(path), await stack.http.head(path)
+        assert head.status_code == got.status_code == 200, path
+        assert head.content == b"" and head.headers["content-length"] == str(len(got.content))
+        assert head.headers["content-type"] == got.headers["content-type"]
+    assert (await stack.http.head("/v1/models")).status_code == 401
+    for path in ("/", "/health"):
+        refused = await stack.http.post(path, headers={"x-api-key": TENANT})
+        assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
+
+
 async def test_another_tenants_key_reaches_nothing_of_a_request_that_runs(stack: Stack) -> None:
     """Whatever a tenant calls, another's request goes on, and no answer names it or has its words."""
     go_on = asyncio.Event()
