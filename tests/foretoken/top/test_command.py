@@ -198,6 +198,13 @@ def test_an_interval_that_is_none_is_refused(interval: str) -> None:
     assert result.exit_code == 2 and "--interval" in result.output
 
 
+def _take_the_terminal() -> None:
+    """Make the terminal at its input the one that sends it Ctrl-C."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    # A shell's background job ignores it, and hands that on.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """``foretoken top`` on a terminal of its own."""
 
@@ -209,9 +216,8 @@ class Terminal:
             stdin=inner,
             stdout=inner,
             stderr=inner,
-            # Its terminal is the one that sends it Ctrl-C.
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_take_the_terminal,
         )
         os.close(inner)
         self.shown = b""
