@@ -118,6 +118,7 @@ async def run_stack(
 ) -> AsyncIterator[Stack]:
     verifier = ScriptedVerifier(tokenizer.vocab_size, max_model_len)
     async with serving(verifier, path), Gateway(settings) as gateway:
+        verifier.gateway = gateway
         await gateway.verifiers.wait_up()
         async with httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{settings.port}", timeout=None, headers=JSON_TYPE, verify=False

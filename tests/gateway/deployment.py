@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -63,6 +62,7 @@ class Deployment:
         verifier = ScriptedVerifier(self.tokenizer.vocab_size)
         verifier.queue_room, verifier.heartbeats = queue_room, queue_room is None
         verifier.script, verifier.awaits_drafters = script, awaits_drafters
+        verifier.gateway = self.gateway
         verifier.info.model_fingerprint = fingerprint
         if drafters:
             del verifier.info.drafters[:]
@@ -154,7 +154,7 @@ def playing(
                 num_cached_tokens=7 if not done and index == 0 else 0 if index == done else None,
             )
             prompt = []
-            await asyncio.sleep(0)
+            await player.taken()
         player.finish(ABORT if player.aborted.is_set() else LENGTH, stats)
 
     return play

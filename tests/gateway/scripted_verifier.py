@@ -11,22 +11,32 @@ import grpc
 
 from foretoken import rpc
 from foretoken.errors import PreconditionError
+from gateway.generation import Generation, Output
+from gateway.server import Gateway
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 
 STOP = common_pb2.FINISH_REASON_STOP
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 ABORT = common_pb2.FINISH_REASON_ABORT
+# Between two looks at an output that is not read yet.
+LOOK_S = 0.001
 
 
 class Player:
     """One running sequence, as its script sees it."""
 
-    def __init__(self, sequence: verifier_pb2.Sequence, send: Callable[[verifier_pb2.SessionResponse], None]) -> None:
+    def __init__(
+        self,
+        sequence: verifier_pb2.Sequence,
+        send: Callable[[verifier_pb2.SessionResponse], None],
+        gateway: Gateway | None,
+    ) -> None:
         self.sequence = sequence
         self.num_tokens = len(sequence.output_token_ids)
         self.aborted = asyncio.Event()
         self.finished = asyncio.Event()
         self._send = send
+        self._gateway = gateway
 
     @property
     def _key(self) -> dict[str, object]:
@@ -65,6 +75,31 @@ class Player:
             self.num_tokens += len(ids)
         self._send(verifier_pb2.SessionResponse(tokens=[message]))
 
+    async def taken(self) -> None:
+        """Wait until the gateway's reader has all tokens, so that the next message makes a delta of its own.
+
+        The gateway merges what arrives before its reader looks, which on a busy machine may be any
+        two messages. Return too when nobody reads any more, or if the gateway runs in another process.
+        """
+        if self._gateway is None:
+            await asyncio.sleep(0)
+            return
+        while not self.aborted.is_set() and self._is_unread(self._gateway):
+            await asyncio.sleep(LOOK_S)
+
+    def _is_unread(self, gateway: Gateway) -> bool:
+        """Whether tokens are on their way, or wait for a reader of this sequence's output."""
+        for generation, _, _ in gateway.core.running._running.values():
+            for output in generation.outputs:
+                spec = output.spec
+                if (spec.request_id, spec.choice_index) == (self.sequence.request_id, self.sequence.choice_index):
+                    return self._is_coming(output) or _waits_for_reader(generation, output)
+        return False
+
+    def _is_coming(self, output: Output) -> bool:
+        """Whether some tokens have not reached an output that still takes them."""
+        return not output.ended and output.error is None and len(output.token_ids) < self.num_tokens
+
     def finish(
         self,
         reason: int = LENGTH,
@@ -92,19 +127,23 @@ class Player:
         self._send(verifier_pb2.SessionResponse(errors=[error]))
 
 
+def _waits_for_reader(generation: Generation, output: Output) -> bool:
+    """Whether an output has news that its reader has not seen; one that wants the whole leaves it there."""
+    return output.index in generation._news._changed
+
+
 Script = Callable[[Player], Awaitable[None]]
 
 
 def steps(*runs: Iterable[int], reason: int = LENGTH, stats: common_pb2.SpeculationStats | None = None) -> Script:
-    """Return a script: one message for each run of tokens, then the end, or an abort's end."""
+    """Return a script: one delta for each run of tokens, then the end, or an abort's end."""
 
     async def play(player: Player) -> None:
         for run in runs:
             if player.aborted.is_set():
                 break
             player.tokens(run)
-            # Separate messages, as from engine steps.
-            await asyncio.sleep(0)
+            await player.taken()
         player.finish(ABORT if player.aborted.is_set() else reason, stats)
 
     return play
@@ -115,6 +154,8 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
 
     def __init__(self, vocab_size: int, max_model_len: int = 128) -> None:
         self.script: Script = steps([1], [2])
+        # Whose readers the scripts can wait for; None: it runs in another process.
+        self.gateway: Gateway | None = None
         self.submitted: list[verifier_pb2.Sequence] = []
         self.aborts: list[verifier_pb2.Abort] = []
         self.arrived = asyncio.Condition()
@@ -222,7 +263,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     ) -> None:
         async for request in requests:
             if request.HasField("submit"):
-                player = Player(request.submit, send)
+                player = Player(request.submit, send, self.gateway)
                 self.players[player.sequence.request_id, player.sequence.choice_index] = player
                 self.submitted.append(request.submit)
                 self._calls.append(asyncio.ensure_future(self.script(player)))

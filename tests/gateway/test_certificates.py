@@ -58,6 +58,7 @@ async def running(
     verifier = ScriptedVerifier(tokenizer.vocab_size)
     verifier.script = steps([65, 66])
     async with serving(verifier, Path(settings.verifiers[0].removeprefix("unix:"))), Gateway(settings) as gateway:
+        verifier.gateway = gateway
         await gateway.verifiers.wait_up()
         yield gateway, verifier
 

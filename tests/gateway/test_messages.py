@@ -72,7 +72,7 @@ async def test_a_stream_has_anthropics_events_in_order(stack: Stack) -> None:
     async def play(player: Player) -> None:
         for word in ("hello", " world"):
             player.tokens(stack.ids(word))
-            await asyncio.sleep(0)
+            await player.taken()
         player.finish(STOP, num_cached_tokens=2)
 
     stack.verifier.script = play

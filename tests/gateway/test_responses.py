@@ -110,7 +110,7 @@ async def test_logprobs_come_with_their_text(stack: Stack, stream: bool) -> None
                 token_id=token, logprob=logprob, rank=1, top_ids=[token, 65], top_logprobs=[logprob, -2]
             )
             player.tokens([token], logprobs=[entry])
-            await asyncio.sleep(0)
+            await player.taken()
         player.finish(LENGTH)
 
     stack.verifier.script = play

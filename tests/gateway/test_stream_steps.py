@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from gateway.generation import News, Output
 from gateway.http_protocol import HttpProtocol
 from gateway.openai.response import CompletionFormat
 from protos import verifier_pb2
 from tests.gateway.conftest import LONG_TOKEN, Stack, events
 from tests.gateway.deployment import logprob
-from tests.gateway.scripted_verifier import LENGTH, Player
+from tests.gateway.scripted_verifier import LENGTH, Player, steps
 from tests.support.tcp_clients import connect_slow, raw_post, read_until_cut
 
 pytestmark = pytest.mark.anyio
@@ -92,8 +93,8 @@ async def test_the_events_of_a_step_are_one_write(stack: Stack, written: list[by
         chunks.append(chunk)
         script.may_go_on.set()
     writer.close()
-    steps = [json_events(chunk) for chunk in chunks[:num_steps]]
-    assert [sorted(event["choices"][0]["index"] for event in step) for step in steps] == [[0, 1]] * num_steps
+    seen = [json_events(chunk) for chunk in chunks[:num_steps]]
+    assert [sorted(event["choices"][0]["index"] for event in step) for step in seen] == [[0, 1]] * num_steps
     # All but the first, which begins the answer, without waking its task.
     assert written == chunks[1:num_steps]
     for index, row in enumerate(rows):
@@ -144,6 +145,28 @@ async def test_chunks_that_wait_for_a_slow_reader_are_merged(stack: Stack) -> No
     assert counts == sorted(counts) and counts[-1] == MANY
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_script_waits_for_a_reader_that_is_late(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Tests that count chunks rely on it; where a client wants the whole, no chunk is waited for."""
+
+    def add_late(news: News, output: Output) -> None:
+        if not news:
+            # More than one message would gather meanwhile.
+            asyncio.get_running_loop().call_later(0.05, news._announce)
+        news._changed[output.index] = output
+
+    monkeypatch.setattr(News, "add", add_late)
+    words = ["hello", " world", " def", " add"]
+    stack.verifier.script = steps(*map(stack.ids, words))
+    answer = await stack.http.post(URL, json={"prompt": [5], "stream": stream, "max_tokens": 20})
+    texts = [
+        choice["text"] for event in (events(answer.text) if stream else [answer.json()]) for choice in event["choices"]
+    ]
+    assert texts == ([*words, ""] if stream else ["".join(words)])
+
+
 async def test_a_fault_in_a_chunk_ends_its_stream_alone(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer's task learns of a fault in what was written without it."""
     chunk_text, num_chunks = CompletionFormat._chunk_text, 0
@@ -178,9 +201,9 @@ async def test_the_bytes_of_chunks(stack: Stack, usage: dict[str, bool] | None) 
     tail = ',"usage":null' if usage else ""
 
     async def play(player: Player) -> None:
-        player.tokens(stack.ids("s"))
-        player.tokens(stack.ids('"'))
-        await asyncio.sleep(0)
+        for text in ("s", '"'):
+            player.tokens(stack.ids(text))
+            await player.taken()
         player.finish(LENGTH)
 
     stack.verifier.script = play

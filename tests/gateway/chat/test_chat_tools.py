@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
@@ -73,6 +72,7 @@ def start(settings: GatewaySettings, tmp_path: Path) -> Start:
             Gateway(chosen) as gateway,
             httpx.AsyncClient(base_url=url, timeout=None, headers=JSON_TYPE, verify=False) as http,
         ):
+            verifier.gateway = gateway
             await gateway.verifiers.wait_up()
             yield Stack(chosen, gateway, verifier, tokenizer, http)
 
@@ -371,7 +371,7 @@ async def test_logprobs_and_sources_of_a_call_stay_complete(start: Start) -> Non
             for token_id in ids:
                 entry = common_pb2.TokenLogprobs(token_id=token_id, logprob=-0.5, rank=1)
                 player.tokens([token_id], logprobs=[entry])
-                await asyncio.sleep(0)
+                await player.taken()
             player.finish(STOP)
 
         stack.verifier.script = play
