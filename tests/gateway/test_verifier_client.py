@@ -17,7 +17,14 @@ from foretoken.free_ports import free_ports
 from foretoken.results import FinishReason
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from gateway.messages import Finished, NewTokens, SequenceSpec
-from gateway.verifier_client import NOT_THERE, RESTARTING, STARTING, VerifierClient, _SilenceWatch
+from gateway.verifier_client import (
+    NOT_THERE,
+    RESTARTING,
+    SILENCE_LIMIT_S,
+    STARTING,
+    VerifierClient,
+    _SilenceWatch,
+)
 from protos import verifier_pb2_grpc
 from tests.gateway.scripted_verifier import LENGTH, Player, ScriptedVerifier, serving, steps
 
@@ -208,6 +215,8 @@ async def test_a_silent_verifier_is_a_dead_one(tmp_path: Path) -> None:
         verifier.heartbeats = False
         await sink.ended.wait()
         assert "silent" in sink.lost
+        # The next session stays, however slow the machine is.
+        client._silence_limit_s = SILENCE_LIMIT_S
         verifier.heartbeats = True
         verifier.script = steps([7])
         await client.wait_up()

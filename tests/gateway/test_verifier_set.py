@@ -38,6 +38,7 @@ async def test_a_file_says_which_verifiers_there_are(
     path = tmp_path / "verifiers"
     more = {"verifiers": (f"file:{path}",), "discovery_interval_s": 0.1, "verifier_wait_s": 0.0}
     async with deployment(settings, tokenizer, num_verifiers=2, **more) as running:
+        await running.until(lambda: "cannot be read" in running.gateway.verifiers.known.reason)
         answer = await ask(running)
         assert answer.status_code == 503 and "cannot be read" in answer.json()["error"]["message"]
         go_on = asyncio.Event()
