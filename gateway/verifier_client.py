@@ -122,6 +122,9 @@ class VerifierClient:
                     await self._session()
             except UnavailableError as error:
                 had_session = await self._down(error.message)
+                if _is_cancelled():
+                    # gRPC loses a cancellation that comes while a call is prepared.
+                    raise asyncio.CancelledError from None
             except BaseException:
                 await self._down("the gateway ended the session", level=logging.INFO)
                 raise

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from foretoken import rpc
@@ -177,6 +178,41 @@ async def test_a_restarted_verifier_is_found_again(tmp_path: Path) -> None:
     assert changes == [True, False, True, False]
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_the_end_of_a_client_that_just_connects_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC takes a cancellation for its own while it prepares a call, and then reports why the call failed."""
+    reading, again = asyncio.Event(), asyncio.Event()
+
+    class Call:
+        async def __aiter__(self) -> AsyncIterator[Any]:
+            (again if reading.is_set() else reading).set()
+            try:
+                await asyncio.Event().wait()
+                yield
+            except asyncio.CancelledError:
+                raise grpc.aio.AioRpcError(
+                    grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata()
+                ) from None
+
+        async def write(self, message: Any) -> None:
+            raise AssertionError("nothing was submitted")
+
+        def cancel(self) -> None:
+            pass
+
+    class Stub:
+        def __init__(self, channel: Any) -> None:
+            self.Session = Call
+
+    monkeypatch.setattr(verifier_pb2_grpc, "VerifierServiceStub", Stub)
+    task = asyncio.create_task(VerifierClient(f"127.0.0.1:{free_ports(1)[0]}").run())
+    await reading.wait()
+    task.cancel()
+    connects = asyncio.create_task(again.wait())
+    await asyncio.wait({task, connects}, return_when=asyncio.FIRST_COMPLETED)
+    assert task.cancelled() and not again.is_set()
+    connects.cancel()
 
 
 async def reason_of(client: VerifierClient, reason: str) -> None:
