@@ -1,7 +1,7 @@
 """Compile grammars outside the engine: check them in a separate process, compile in threads.
 
 A hostile grammar costs the checker's time and never delays a step of the engine. New grammars wait
-after it, for a bounded time. A known grammar is compiled again for each sequence, because sequences
+after it, for a bounded CPU time. A known grammar is compiled again for each sequence, because sequences
 cannot share a compiled grammar (see Matcher).
 """
 
@@ -32,7 +32,8 @@ COMPILE_TIMEOUT_S = 3.0
 MAX_COMPILE_BYTES = 256 * 1024 * 1024
 MAX_KEPT_BYTES = 256 * 1024 * 1024
 MAX_KEPT = 256
-# Most grammars that wait to be compiled. Times COMPILE_TIMEOUT_S, it bounds the wait of one.
+# Most grammars that wait to be compiled. Times COMPILE_TIMEOUT_S, it bounds the CPU time that one
+# waits for.
 MAX_WAITING = 16
 
 
@@ -57,7 +58,7 @@ class GrammarCompiler:
         Args:
             make_vocabulary: makes the vocabulary at the first grammar. Raises InvalidRequestError
                 if the model's tokenizer cannot be used.
-            timeout_s: most seconds that compiling one grammar may take.
+            timeout_s: most seconds of CPU time that compiling one grammar may take.
             max_compile_bytes: most bytes that compiling one grammar may take.
             max_kept_bytes: most bytes of all kept grammars.
             looks_ahead: whether matchers read drafts ahead of the output (Matcher.ahead). It takes

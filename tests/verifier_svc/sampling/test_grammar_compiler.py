@@ -20,14 +20,29 @@ import pytest
 from foretoken.errors import ForetokenError, InvalidRequestError, PreconditionError, QueueFullError
 from foretoken.limits import MAX_GRAMMAR_BYTES
 from foretoken.sampling import Grammar
+from tests.support.environment import child_environment
 from tests.support.grammars import VOCAB, ids_of, regex, schema, vocabulary, write_tokenizer
 from verifier_svc.sampling import grammar_compiler
-from verifier_svc.sampling.grammar import Vocabulary, to_llguidance
+from verifier_svc.sampling.grammar import LIMITS, Vocabulary, to_llguidance
 from verifier_svc.sampling.grammar_compiler import GrammarCompiler
 
 DEMO = Path(__file__).parents[3] / "models" / "demo" / "target"
 # Minutes and gigabytes to compile, in seventy bytes.
 ENDLESS = schema({"type": "integer", "multipleOf": 99999989})
+# The checker, whose fork has no core for longer than the limit.
+WITHOUT_A_CORE = """
+import time
+from verifier_svc.sampling import grammar_check
+
+check = grammar_check._check
+
+def check_later(*arguments):
+    time.sleep(1.2)
+    return check(*arguments)
+
+grammar_check._check = check_later
+grammar_check.main()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +136,16 @@ def test_a_grammar_without_end_is_killed_and_the_next_one_is_served(make: Callab
     for process in psutil.Process().children():
         assert process.children() == []
     assert run(compiler.matcher(regex("[ab]+"))).allowed.any()
+
+
+def test_time_without_a_core_is_not_counted(folder: Path) -> None:
+    """A good grammar was refused on a busy machine."""
+    has = vocabulary(folder)
+    options = {"tokenizer": str(has.path), "eos_ids": has.eos_ids, "timeout_s": 1.0, "max_bytes": 8 << 30}
+    line = json.dumps({"grammar": to_llguidance(regex("[ab]+"))})
+    words = [sys.executable, "-c", WITHOUT_A_CORE, json.dumps(options | {"limits": LIMITS})]
+    done = subprocess.run(words, input=line, env=child_environment(), capture_output=True, text=True)
+    assert json.loads(done.stdout)["error"] == "", done.stderr
 
 
 def test_a_grammar_that_takes_too_much_memory_is_refused(make: Callable[..., GrammarCompiler]) -> None:
