@@ -186,7 +186,10 @@ async def test_the_end_of_a_client_that_just_connects_is_not_lost(monkeypatch: p
 
     class Call:
         async def __aiter__(self) -> AsyncIterator[Any]:
-            (again if reading.is_set() else reading).set()
+            if reading.is_set():
+                again.set()
+                await asyncio.Event().wait()
+            reading.set()
             try:
                 await asyncio.Event().wait()
                 yield
