@@ -4,8 +4,9 @@ Run it as a script by its path, so that it imports only llguidance: ``grammar_ch
 with one JSON object of options. It reads one JSON line for each grammar, ``{"grammar": text}``, and
 answers with one JSON line: ``error`` is a message, empty for a usable grammar, and ``bytes`` is the
 memory that compiling took. It compiles each grammar in a fork: native code cannot be interrupted,
-but the fork's own timer can kill the fork, even if no other process is left. The timer counts CPU
-time: on a busy machine a good grammar waits for a core and is compiled all the same.
+but the fork's own timers can kill the fork, even if no other process is left. One counts CPU time: on
+a busy machine a good grammar waits for a core and is compiled all the same. The other is for a fork
+that waits for ever, as for a lock that a thread held when it was made.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 PAGE = resource.getpagesize()
+# A fork may take so many times its CPU time.
+WALL_TIMES = 20
 
 
 def main() -> None:
@@ -42,6 +45,7 @@ def _in_a_fork(tokenizer: LLTokenizer, grammar: str, options: dict[str, Any]) ->
         try:
             os.close(reader)
             signal.setitimer(signal.ITIMER_PROF, options["timeout_s"])
+            signal.setitimer(signal.ITIMER_REAL, WALL_TIMES * options["timeout_s"])
             answer = _check(tokenizer, grammar, options)
             with os.fdopen(writer, "w") as pipe:
                 json.dump(answer, pipe)
@@ -53,7 +57,10 @@ def _in_a_fork(tokenizer: LLTokenizer, grammar: str, options: dict[str, Any]) ->
     _, status = os.waitpid(child, 0)
     if said:
         return dict(json.loads(said))
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+    killed_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    if killed_by == signal.SIGALRM:
+        return {"error": f"it was not compiled within {WALL_TIMES * options['timeout_s']:g} s", "bytes": 0}
+    if killed_by == signal.SIGPROF:
         return {"error": f"it takes more than {options['timeout_s']:g} s of CPU time to compile", "bytes": 0}
     return {"error": f"it takes more than {options['max_bytes'] >> 20} MiB to compile", "bytes": 0}
 

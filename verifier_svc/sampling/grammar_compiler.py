@@ -1,7 +1,7 @@
 """Compile grammars outside the engine: check them in a separate process, compile in threads.
 
 A hostile grammar costs the checker's time and never delays a step of the engine. New grammars wait
-after it, for a bounded CPU time. A known grammar is compiled again for each sequence, because sequences
+after it, for a bounded time. A known grammar is compiled again for each sequence, because sequences
 cannot share a compiled grammar (see Matcher).
 """
 
@@ -32,8 +32,8 @@ COMPILE_TIMEOUT_S = 3.0
 MAX_COMPILE_BYTES = 256 * 1024 * 1024
 MAX_KEPT_BYTES = 256 * 1024 * 1024
 MAX_KEPT = 256
-# Most grammars that wait to be compiled. Times COMPILE_TIMEOUT_S, it bounds the CPU time that one
-# waits for.
+# Most grammars that wait to be compiled. It bounds the wait of one: each takes at most COMPILE_TIMEOUT_S of CPU
+# time, and WALL_TIMES (grammar_check.py) as long where it waits for a core.
 MAX_WAITING = 16
 
 

@@ -29,15 +29,16 @@ from verifier_svc.sampling.grammar_compiler import GrammarCompiler
 DEMO = Path(__file__).parents[3] / "models" / "demo" / "target"
 # Minutes and gigabytes to compile, in seventy bytes.
 ENDLESS = schema({"type": "integer", "multipleOf": 99999989})
-# The checker, whose fork has no core for longer than the limit.
+# The checker, whose fork has no core for some seconds.
 WITHOUT_A_CORE = """
+import sys
 import time
 from verifier_svc.sampling import grammar_check
 
 check = grammar_check._check
 
 def check_later(*arguments):
-    time.sleep(1.2)
+    time.sleep(float(sys.argv[2]))
     return check(*arguments)
 
 grammar_check._check = check_later
@@ -138,14 +139,30 @@ def test_a_grammar_without_end_is_killed_and_the_next_one_is_served(make: Callab
     assert run(compiler.matcher(regex("[ab]+"))).allowed.any()
 
 
+def checked(folder: Path, timeout_s: float, without_a_core_s: float) -> str:
+    """Return the error of a good grammar whose fork has no core for some seconds."""
+    has = vocabulary(folder)
+    options = {
+        "tokenizer": str(has.path),
+        "eos_ids": has.eos_ids,
+        "timeout_s": timeout_s,
+        "max_bytes": 8 << 30,
+        "limits": LIMITS,
+    }
+    line = json.dumps({"grammar": to_llguidance(regex("[ab]+"))})
+    words = [sys.executable, "-c", WITHOUT_A_CORE, json.dumps(options), str(without_a_core_s)]
+    done = subprocess.run(words, input=line, env=child_environment(), capture_output=True, text=True)
+    assert done.stdout, done.stderr
+    return str(json.loads(done.stdout)["error"])
+
+
 def test_time_without_a_core_is_not_counted(folder: Path) -> None:
     """A good grammar was refused on a busy machine."""
-    has = vocabulary(folder)
-    options = {"tokenizer": str(has.path), "eos_ids": has.eos_ids, "timeout_s": 1.0, "max_bytes": 8 << 30}
-    line = json.dumps({"grammar": to_llguidance(regex("[ab]+"))})
-    words = [sys.executable, "-c", WITHOUT_A_CORE, json.dumps(options | {"limits": LIMITS})]
-    done = subprocess.run(words, input=line, env=child_environment(), capture_output=True, text=True)
-    assert json.loads(done.stdout)["error"] == "", done.stderr
+    assert checked(folder, timeout_s=1.0, without_a_core_s=1.2) == ""
+
+
+def test_a_fork_that_waits_for_ever_is_killed(folder: Path) -> None:
+    assert checked(folder, timeout_s=0.05, without_a_core_s=3600.0) == "it was not compiled within 1 s"
 
 
 def test_a_grammar_that_takes_too_much_memory_is_refused(make: Callable[..., GrammarCompiler]) -> None:
