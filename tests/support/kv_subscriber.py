@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
-TIMEOUT_MS = 20_000
-
 
 class Message(NamedTuple):
     topic: str
@@ -83,7 +81,7 @@ class Subscriber:
         self._asking.rcvhwm = 0
         self._asking.connect(replay_endpoint)
         for socket in (self._live, self._asking):
-            socket.linger, socket.rcvtimeo = 0, TIMEOUT_MS
+            socket.linger = 0
 
     def receive(self) -> Message:
         """Return the next live message."""
