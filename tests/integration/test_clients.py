@@ -78,12 +78,16 @@ async def test_a_client_that_leaves_frees_its_blocks_and_harms_nobody(
     beside = asyncio.create_task(text_alone(stack, max_tokens=300))
     count = 3 * MAX_RUNNING if phase == "queued" else 2
     prompt = PROMPT * 150 if phase == "prefill" else PROMPT
-    writers = []
+    # As many tokens as the context has room for: a busy client must find them all there.
+    max_tokens = 2000 if phase == "prefill" else 3900
+    readers, writers = [], []
     for _ in range(count):
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
-        writer.write(raw_post(URL, body(2000, prompt=prompt, stream=stream)))
+        writer.write(raw_post(URL, body(max_tokens, prompt=prompt, stream=stream)))
+        readers.append(reader)
         writers.append(writer)
-        if phase == "decode" and stream:
+    if phase == "decode" and stream:
+        for reader in readers:
             await reader.readuntil(b"data: ")
     # The others are there too, be they first or last.
     await until_verifier(stack, lambda now: now.num_running + now.num_waiting >= count)
@@ -116,6 +120,7 @@ async def test_a_grpc_caller_that_leaves_frees_its_blocks(stack: Stack, how: str
                 assert codes == [grpc.StatusCode.DEADLINE_EXCEEDED] * len(calls)
             else:
                 await calls[0].read()
+                await until_verifier(stack, lambda now: now.num_running + now.num_waiting >= len(calls))
                 if how == "reset":
                     between.reset()
                 for call in calls:

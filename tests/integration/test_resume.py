@@ -173,7 +173,7 @@ async def disturbed(clients: Clients, disturb: Callable[[], Awaitable[None]]) ->
     """Return all answers, disturbed while they stream."""
     asked = asyncio.create_task(clients.ask_all())
     # Few: on a busy machine these clients fall behind, and finished answers cannot be disturbed.
-    await clients.until_streaming(100)
+    await clients.until_streaming(30)
     await disturb()
     return await asked
 
@@ -326,7 +326,7 @@ async def test_a_gateway_that_is_killed_leaves_no_sequence_behind(stack: Stack, 
     """This is the last test of this stack: its clients lose their connections."""
     clients = Clients(stack.port, stack.grpc_port)
     asked = asyncio.create_task(clients.ask_all())
-    await clients.until_streaming(100)
+    await clients.until_streaming(30)
     os.kill(stack.service("gateway").pid, signal.SIGKILL)
     with pytest.raises(ExceptionGroup):
         await asked
