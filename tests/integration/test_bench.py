@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.stack import Stack, running
+from tests.integration.stack import Stack, running, wait_until
 from tests.support.command_line import foretoken
 
 pytestmark = pytest.mark.slow
@@ -28,12 +28,19 @@ PLAIN = json.dumps({"speculative": {"enabled": False}})
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     log = tmp_path_factory.mktemp("bench") / "log"
     with running(DEMO / "target", log, "--drafter", DRAFTER, "--served-model-name", "demo", *SHAPE) as stack:
+        # On a busy machine the stack is ready before it is.
+        wait_until(lambda: is_attached(stack), stack)
         yield stack
+
+
+def is_attached(stack: Stack) -> bool:
+    (verifier,) = httpx.get(f"{stack.url}/ready", timeout=None, trust_env=False).json()["verifiers"]
+    return [drafter["state"] for drafter in verifier["drafters"]] == ["attached"]
 
 
 def generated(stack: Stack) -> float:
     """Return the output tokens that the server has counted."""
-    text = httpx.get(f"{stack.url}/metrics", trust_env=False).text
+    text = httpx.get(f"{stack.url}/metrics", timeout=None, trust_env=False).text
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("foretoken_generation_tokens"))
 
 

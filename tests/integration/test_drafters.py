@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from foretoken.commands.drafter_commands import NOT_ATTACHED_YET
-from tests.integration.stack import ENVIRONMENT, Stack, running, stream, text_of, wait_until
+from tests.integration.stack import ENVIRONMENT, EXACT, Stack, running, stream, text_of, wait_until
 
 PROMPT = "for i in range(10):\n"
 
@@ -93,7 +93,8 @@ def test_a_drafter_comes_dies_comes_back_and_goes(stack: Stack, drafter: Drafter
 
     def is_of_use() -> bool:
         """Return whether it drafts; a new drafter is trusted little by little."""
-        answer = ask(stack, "second", prediction={"type": "content", "content": plain})
+        more = {"prediction": {"type": "content", "content": plain}, "speculative": {"drafter": "second"} | EXACT}
+        answer = ask(stack, "second", **more)
         assert text(answer) == plain
         usage: int = answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
         assert usage > 0
@@ -102,7 +103,7 @@ def test_a_drafter_comes_dies_comes_back_and_goes(stack: Stack, drafter: Drafter
     wait_until(is_of_use, stack)
     chunks = []
     for chunk in stream(stack.url, max_tokens=1500, speculative={"drafter": "second"}):
-        if len(chunks) == 20:
+        if len(chunks) == 10:
             drafter.kill()
         chunks.append(chunk)
     drafter.start()
@@ -112,7 +113,7 @@ def test_a_drafter_comes_dies_comes_back_and_goes(stack: Stack, drafter: Drafter
 
     again = []
     for chunk in stream(stack.url, max_tokens=1500, speculative={"drafter": "second"}):
-        if len(again) == 20:
+        if len(again) == 10:
             assert operate(stack, "detach", "second") == "second: detached\n"
         again.append(chunk)
     assert text_of(again) == text_of(chunks)

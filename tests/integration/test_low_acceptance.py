@@ -41,9 +41,14 @@ def test_a_head_with_wrong_weights_is_named(wrong_head: Path, tmp_path: Path) ->
     with running(DEMO / "target", tmp_path / "log", *words, *shape) as stack:
         # On a busy machine the stack is ready before they are.
         wait_until(lambda: attached(stack) == set(heads), stack)
-        texts = {name: [complete(stack, name, number) for number in range(3)] for name in heads}
-        assert texts["right"] == texts["wrong"]
-        wait_until(lambda: low_acceptance(stack) == {"right": 0.0, "wrong": 1.0}, stack)
+
+        def is_named() -> bool:
+            """Return whether it is; a drafter that is late on a busy machine is not waited for."""
+            texts = {name: [complete(stack, name, number) for number in range(3)] for name in heads}
+            assert texts["right"] == texts["wrong"]
+            return low_acceptance(stack) == {"right": 0.0, "wrong": 1.0}
+
+        wait_until(is_named, stack)
         warnings = [json.loads(line) for line in stack.log.read_text().splitlines() if "hardly works" in line]
     assert [(line["level"], line["service"]) for line in warnings] == [("warning", "verifier")]
     assert warnings[0]["message"].startswith("drafter wrong: speculation hardly works: ")

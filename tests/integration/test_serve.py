@@ -39,10 +39,16 @@ from tests.support.certificates import Authority
 @pytest.fixture(scope="module")
 def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with running(checkpoint, tmp_path_factory.mktemp("serve") / "log") as stack:
-        # Ready means that the drafter is attached.
-        (verifier,) = httpx.get(f"{stack.url}/ready", timeout=None, trust_env=False).json()["verifiers"]
-        assert [(drafter["state"], drafter["num_attaches"]) for drafter in verifier["drafters"]] == [("attached", 1)]
+        # On a busy machine the stack is ready before it is.
+        wait_until(lambda: is_drafter_attached(stack), stack)
         yield stack
+
+
+def is_drafter_attached(stack: Stack) -> bool:
+    (verifier,) = httpx.get(f"{stack.url}/ready", timeout=None, trust_env=False).json()["verifiers"]
+    (drafter,) = verifier["drafters"]
+    assert drafter["num_attaches"] <= 1
+    return bool(drafter["state"] == "attached")
 
 
 def test_ps_shows_each_service_by_its_words(stack: Stack) -> None:
@@ -141,7 +147,7 @@ def test_a_drafter_killed_in_mid_stream_is_started_again_and_changes_no_text(sta
         killed = stack.service("drafter")
         for chunk in stream(stack.url):
             chunks.append(chunk)
-            if len(chunks) == 20:
+            if len(chunks) == 10:
                 killed.kill()
         assert text_of(chunks) == text_of(plain)
         assert chunks[-1]["usage"]["completion_tokens"] == plain[-1]["usage"]["completion_tokens"] == LONG["max_tokens"]
@@ -196,8 +202,7 @@ def test_sigkill_of_serve_leaves_nothing_and_the_next_one_stops_on_a_group_signa
         folder = first.runtime_folder()
         first.process.kill()
         first.process.wait()
-        _, alive = psutil.wait_procs(first.descendants, timeout=60)
-        assert alive == []
+        psutil.wait_procs(first.descendants)
         assert_all_gone(first, folder)
     second = start(checkpoint, tmp_path / "second", port=first.port, grpc_port=first.grpc_port)
     with contextlib.closing(second):

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.stack import Stack, running
+from tests.integration.stack import Stack, running, wait_until
 from tests.support.command_line import DEMO, ENVIRONMENT, foretoken
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def load(folder: Path) -> tuple[str, ...]:
 
 def completion(stack: Stack, **fields: object) -> dict[str, Any]:
     body = {"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0, "ignore_eos": True} | fields
-    answer = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=120, trust_env=False)
+    answer = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=None, trust_env=False)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -72,12 +72,19 @@ def test_a_running_server_is_tuned_within_its_flags(tmp_path: Path) -> None:
         # An exact shape drafts in every step but the last, however little it pays.
         shape = {"num_steps": 2, "topk": 1, "num_draft_tokens": 3}
         speculative = {"drafter": "eagle3", "shape": shape}
-        answer = completion(stack, speculative=speculative)
-        figures = answer["metrics"]["speculative_decoding"]
-        assert figures["num_draft_tokens"] >= 2 * (figures["num_spec_steps"] - 1) > 0
-        assert text_of(completion(stack, speculative={"enabled": False})) == text_of(answer)
+        plain = text_of(completion(stack, speculative={"enabled": False}))
+
+        def is_drafted() -> bool:
+            """Return whether drafts have this shape; a drafter that is late on a busy machine is not waited for."""
+            answer = completion(stack, speculative=speculative)
+            assert text_of(answer) == plain
+            figures = answer["metrics"]["speculative_decoding"]
+            assert figures["num_draft_tokens"] >= 2 * (figures["num_spec_steps"] - 1)
+            return bool(figures["num_spec_steps"] > 1)
+
+        wait_until(is_drafted, stack)
         body = {"prompt": "a", "speculative": {"drafter": "eagle3", "shape": shape | {"num_draft_tokens": 5}}}
-        refused = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=120, trust_env=False)
+        refused = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=None, trust_env=False)
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "speculative.shape.num_draft_tokens"
         words = (*load(tmp_path), *GRID, "--write-config", str(config), "--output-file", str(output))
@@ -91,14 +98,21 @@ def test_a_running_server_is_tuned_within_its_flags(tmp_path: Path) -> None:
         command = [sys.executable, "-P", "-m", "foretoken", "tune", "--url", stack.url, *load(tmp_path)]
         command += ["--num-rounds", "10000", "--budget", "1", "--write-config", str(config)]
         child = subprocess.Popen(
-            command, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            command,
+            env=ENVIRONMENT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            # A shell's background job ignores it, and hands that on.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         assert child.stderr is not None
         for line in child.stderr:
             if "rounds done" in line:
                 child.send_signal(signal.SIGINT)
                 break
-        output_text, errors = child.communicate(timeout=120)
+        output_text, errors = child.communicate()
         assert child.returncode == 130, errors
         assert "INTERRUPTED" in output_text and "for all: " in output_text
         assert "Traceback" not in errors
