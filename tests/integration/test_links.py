@@ -96,7 +96,7 @@ def test_a_guarded_deployment_serves_and_its_operator_may_attach(kind: str, chec
             stack.enter_context(service(log, *words))
         headers = {"authorization": f"Bearer {KEY}"}
         client = stack.enter_context(
-            httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=120, headers=headers)
+            httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=None, headers=headers)
         )
         until(client, "/ready", lambda answer: answer["status"] == "ready", log)
         plain = ask(client, speculative={"enabled": False})["output_ids"]
@@ -111,7 +111,7 @@ def test_a_guarded_deployment_serves_and_its_operator_may_attach(kind: str, chec
         while not is_drafted(client, plain):
             pass
         stranger = stack.enter_context(
-            httpx.Client(base_url=f"http://127.0.0.1:{other_port}", trust_env=False, timeout=120)
+            httpx.Client(base_url=f"http://127.0.0.1:{other_port}", trust_env=False, timeout=None)
         )
         assert stranger.get("/ready").status_code == 503
     text = log.read_text()

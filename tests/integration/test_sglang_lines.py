@@ -132,7 +132,7 @@ def test_a_line_starts_and_answers(name: str, folders: dict[str, str], tmp_path:
     line = [word for word in words(LINES[name], folders) if not word.startswith("--port")]
     with launched(line, tmp_path / "log") as stack:
         body = {"input_ids": [5, 6, 7, 5, 6, 7, 5, 6], "sampling_params": {"temperature": 0, "max_new_tokens": 24}}
-        meta = httpx.post(f"{stack.url}/generate", json=body, timeout=60).raise_for_status().json()["meta_info"]
+        meta = httpx.post(f"{stack.url}/generate", json=body, timeout=None).raise_for_status().json()["meta_info"]
         assert meta["completion_tokens"] > 0 and meta["e2e_latency"] > 0
         assert meta["spec_verify_ct"] > 0
         said = (tmp_path / "log").read_text()

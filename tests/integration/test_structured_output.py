@@ -155,7 +155,7 @@ async def test_the_process_that_checks_grammars_goes_with_its_verifier(checkpoin
         folder = stack.runtime_folder()
         stack.process.terminate()
         stack.process.wait()
-        psutil.wait_procs(stack.descendants, timeout=60)
+        psutil.wait_procs(stack.descendants)
         assert_all_gone(stack, folder)
     with running(checkpoint, tmp_path / "log2") as stack:
         async with httpx.AsyncClient(base_url=stack.url, trust_env=False, timeout=None) as http:
@@ -163,4 +163,4 @@ async def test_the_process_that_checks_grammars_goes_with_its_verifier(checkpoin
         verifier = stack.service("verifier")
         (checker,) = verifier.children()
         verifier.kill()
-        assert psutil.wait_procs([checker], timeout=60)[1] == []
+        psutil.wait_procs([checker])

@@ -140,8 +140,7 @@ def test_sigkill_of_serve_leaves_no_memory(stack: Stack) -> None:
     named = {path for path in held if path.is_relative_to("/dev/shm")}
     stack.process.kill()
     stack.process.wait()
-    _, alive = psutil.wait_procs(stack.descendants, timeout=60)
-    assert alive == []
+    psutil.wait_procs(stack.descendants)
     assert_all_gone(stack, folder)
     assert not [path for path in named if path.exists()]
 
