@@ -35,6 +35,9 @@ BASE_DRIFT, LEVEL_DRIFT, OWN_DRIFT, PROMPT_DRIFT = 0.008, 0.0004, 0.0008, 0.003
 # A step further off than so many standard deviations was disturbed, and counts as if it were no further. If so many
 # in a row are, it is the estimate that is wrong.
 MOST_OFF, MOST_DISTURBED = 3.0, 3
+# Doubt ends at so many times the first standard deviations. What the steps do not tell apart (base and level, while
+# one shape runs) would else grow with every doubt until rounding makes a variance negative.
+MOST_DOUBTED = 100.0
 # Steps for which the target's times are taken as they are.
 HOLD_FOR = 64
 # Rows whose pass says what a prompt's token takes in one over many.
@@ -144,8 +147,9 @@ class _Fit:
         self._num_disturbed = 0
         self.num_steps: dict[Shape, int] = {}
         self.mean: NDArray[np.float64] = np.array([0.0, LEVEL_SHARE * verify_s, 1.0])
-        spreads = np.array([BASE_SPREAD * verify_s, LEVEL_SPREAD * verify_s, PROMPT_SPREAD])
-        self._spread: NDArray[np.float64] = np.diag(spreads**2)
+        # Standard deviations before any step; those of shapes follow.
+        self._unit = np.array([BASE_SPREAD * verify_s, LEVEL_SPREAD * verify_s, PROMPT_SPREAD])
+        self._spread: NDArray[np.float64] = np.diag(self._unit**2)
         self._drift = np.array([BASE_DRIFT * verify_s, LEVEL_DRIFT * verify_s, PROMPT_DRIFT]) ** 2
 
     def believe(self, other: _Fit, distance: int) -> None:
@@ -187,13 +191,20 @@ class _Fit:
         if self._num_disturbed > MOST_DISTURBED:
             # All that was believed is doubted, and what was doubted most is believed least.
             self._num_disturbed = 0
-            doubt = (off / most) ** 2
-            self._spread *= doubt
-            shared, variance = shared * doubt, (variance - noise) * doubt + noise
+            self._doubt((off / most) ** 2)
+            shared = self._spread @ parts
+            variance = float(parts @ shared) + noise
         else:
             off = min(max(off, -most), most)
         self.mean += shared * (off / variance)
         self._spread -= np.outer(shared, shared) / variance
+
+    def _doubt(self, times: float) -> None:
+        """Multiply the variances, up to a limit. It cuts whole directions, so what is known of sums stays known."""
+        values, directions = np.linalg.eigh(self._spread / np.outer(self._unit, self._unit))
+        doubted = np.minimum(times * values, np.maximum(values, MOST_DOUBTED**2)).clip(min=0.0)
+        directions *= self._unit[:, np.newaxis]
+        self._spread = (directions * doubted) @ directions.T
 
     def _parts(self, shape: Shape, verify_s: float) -> NDArray[np.float64]:
         """Return the parts of a step of this shape; only its own part is set. A new shape gets its place."""
@@ -202,7 +213,8 @@ class _Fit:
             at = self._own[shape] = len(self.mean)
             self.mean = np.append(self.mean, 0.0)
             self._spread = np.pad(self._spread, (0, 1))
-            self._spread[at, at] = (OWN_SPREAD * verify_s) ** 2
+            self._unit = np.append(self._unit, OWN_SPREAD * verify_s)
+            self._spread[at, at] = self._unit[at] ** 2
             self._drift = np.append(self._drift, (OWN_DRIFT * self._verify_s) ** 2)
         parts = np.zeros(len(self.mean))
         parts[at] = 1.0

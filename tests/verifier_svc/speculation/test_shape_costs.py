@@ -104,3 +104,18 @@ def test_what_cannot_run_takes_for_ever() -> None:
     known.observe(chain(1), 512, 0.01, 0)
     known.observe(chain(1), 512, 0.01, 0)
     assert known.estimate(chain(1), 512) == math.inf
+
+
+@pytest.mark.parametrize("pause_s", [0.2, 2.0, 30.0])
+def test_pauses_in_a_row_leave_an_estimate(pause_s: float) -> None:
+    """As where a GPU is shared with a drafter that crashes again and again: each pause is a reason to doubt."""
+    known = costs()
+    for _ in range(50):
+        for seconds in (*[pause_s, 0.02] * 4, *[0.006] * 40):
+            known.observe(chain(3), 1, seconds, 0)
+        assert known.estimate(chain(3), 1) == pytest.approx(0.006, rel=0.1)
+    known.observe(NO_DRAFT, 1, 0.0055, 0)
+    for _ in range(40):
+        known.observe(NO_DRAFT, 1, 0.0055, 0)
+    assert known.estimate(NO_DRAFT, 1) == pytest.approx(0.0055, rel=0.1)
+    assert known.estimate(chain(3), 1) == pytest.approx(0.006, rel=0.2)
