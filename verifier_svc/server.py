@@ -212,9 +212,10 @@ def _assemble(
     )
     logger.info("a step costs %s", ", ".join(f"{n} rows {s * 1e3:.2f} ms" for n, s in costs.items()))
     pass_s, chunk = StepCosts(costs).estimate, settings.chunked_prefill_size
+    limit_s = settings.max_step_ms / 1e3 if settings.max_step_ms else math.inf
     prefill = PrefillBudget(
         chunk,
-        limit_s=settings.max_step_ms / 1e3 if settings.max_step_ms else math.inf,
+        limit_s=limit_s,
         token_s=pass_s(chunk) / chunk,
         smallest_s=pass_s(1),
     )
@@ -234,6 +235,7 @@ def _assemble(
         ),
         TreeBounds.of(settings),
         max_batch_size=settings.speculative_max_batch_size,
+        limit_s=limit_s,
         controller_log=settings.speculative_controller_log,
     )
     eos_ids = frozenset(runner.config.eos_token_ids)

@@ -50,6 +50,10 @@ LEAST_DOUBT, MOST_DOUBT = 0.02, 0.15
 LONG_AGO = 1024
 # Weight of the time since the last decision in what prompts take.
 PROMPT_SMOOTHING = 0.05
+# A shape whose steps exceed the limit, with the prompts that its tokens bring along, counts for this power of the
+# limit's share of such a step. In a full batch long drafts and short ones yield nearly as many tokens a second, but
+# the long ones leave less room for prompts, which then wait.
+CROWDING = 0.25
 
 
 class Reason(StrEnum):
@@ -70,18 +74,20 @@ class Controller:  # large: the figures of one decision and of its probes
         bounds: TreeBounds,
         verify_s: Callable[[int], float],
         *,
+        limit_s: float = math.inf,
         log: Callable[[Record], None] | None = None,
     ) -> None:
         """
         Args:
             verify_s: measured seconds of the target's pass by rows; infinite where it cannot run so many.
+            limit_s: seconds that a step should take at most with its prompts.
             log: is given all that the controller learns and decides, so that ``replay`` decides the same.
         """
         self.shapes = candidate_shapes(bounds)
         self.reason = Reason.FIXED if len(self.shapes) == 1 else Reason.FIRST_STEPS
-        self._log = log
+        self._limit_s, self._log = limit_s, log
         if log is not None:
-            log(("bounds", bounds.max_nodes, bounds.num_steps, bounds.branches))
+            log(("bounds", bounds.max_nodes, bounds.num_steps, bounds.branches, limit_s))
         self._costs = ShapeCosts(verify_s if log is None else LoggedTimes(verify_s, log))
         self._acceptance = PathAcceptance(max(bounds.max_depth, 1))
         # The shape of the last step, and the one that stands while others are probed.
@@ -173,9 +179,10 @@ class Controller:  # large: the figures of one decision and of its probes
         self._learn()
         self._batch = batch
         self._decide_at = self._num_steps + DECIDE_EVERY
-        rates = self._rates = {shape: self._rate(shape, batch) for shape in {NO_DRAFT, *self.shapes}}
+        self._rates = {shape: self._rate(shape, batch) for shape in {NO_DRAFT, *self.shapes}}
         if self._is_fixed:
             return
+        rates = {shape: rate * self._room(shape, batch) for shape, rate in self._rates.items()}
         if not self._has_begun:
             self._begin(rates, batch)
             return
@@ -278,7 +285,7 @@ class Controller:  # large: the figures of one decision and of its probes
         rate = rates[shape]
         if self._standing == NO_DRAFT:
             # Nothing was verified for a while: the text may suit the drafter better now.
-            rate = self._rate(shape, batch, at_least=FIRST_CHANCE)
+            rate = self._rate(shape, batch, at_least=FIRST_CHANCE) * self._room(shape, batch)
             if not is_chain(shape):
                 return 0.0
         return rate * (1 + doubt)
@@ -312,7 +319,16 @@ class Controller:  # large: the figures of one decision and of its probes
         if shape.budget and batch < SHARED_FROM:
             return 0.0
         tokens = self._acceptance.tokens(shape, at_least=at_least)
-        return tokens / (self._costs.estimate(shape, batch) + tokens * batch * self._prompt_s)
+        return tokens / self._step_s(shape, batch, tokens)
+
+    def _room(self, shape: Shape, batch: int) -> float:
+        """Return what a shape's speed counts for: less than 1 if its steps leave too little room for prompts."""
+        step_s = self._step_s(shape, batch, self._acceptance.tokens(shape))
+        return (self._limit_s / step_s) ** CROWDING if self._prompt_s and step_s > self._limit_s else 1.0
+
+    def _step_s(self, shape: Shape, batch: int, tokens: float) -> float:
+        """Return the seconds of a step in which each row yields so many tokens, with the prompts that they bring."""
+        return self._costs.estimate(shape, batch) + tokens * batch * self._prompt_s
 
     def _learn(self) -> None:
         """Take in what was observed since the last decision."""

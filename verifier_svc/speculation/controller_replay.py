@@ -41,11 +41,12 @@ def replay(records: Iterable[Record]) -> Iterator[Decision]:
         ValueError: the first record says no bounds, or a record is of an unknown kind.
     """
     records = iter(records)
-    kind, *bounds = next(records, ("",))
+    kind, *first = next(records, ("",))
     if kind != "bounds":
         raise ValueError("the log does not begin with the bounds of trees")
+    *bounds, limit_s = first
     times = _Times()
-    controller = Controller(TreeBounds(*cast("list[int]", bounds)), times)
+    controller = Controller(TreeBounds(*cast("list[int]", bounds)), times, limit_s=float(limit_s))
     for kind, *values in records:
         numbers = cast("list[int]", values)
         match kind:

@@ -61,11 +61,12 @@ class DrafterControllers:
 
     Args:
         verify_s: seconds of a target's pass by rows.
+        limit_s: seconds that a step should take at most with its prompts.
         log: begins the names of the logs, one for each drafter; empty: there are none.
     """
 
-    def __init__(self, bounds: TreeBounds, verify_s: Callable[[int], float], log: str) -> None:
-        self._bounds, self._verify_s, self._log = bounds, verify_s, log
+    def __init__(self, bounds: TreeBounds, verify_s: Callable[[int], float], limit_s: float, log: str) -> None:
+        self._bounds, self._verify_s, self._limit_s, self._log = bounds, verify_s, limit_s, log
         self._known: dict[int, DrafterController] = {}
 
     def of(self, drafter: DrafterHandle) -> DrafterController:
@@ -73,6 +74,7 @@ class DrafterControllers:
         known = self._known.get(drafter.number)
         if known is None:
             log = write_anew(Path(f"{self._log}.{drafter.name}")) if self._log else None
-            known = DrafterController(Controller(self._bounds, self._verify_s, log=log), drafter)
+            controller = Controller(self._bounds, self._verify_s, limit_s=self._limit_s, log=log)
+            known = DrafterController(controller, drafter)
             self._known[drafter.number] = known
         return known

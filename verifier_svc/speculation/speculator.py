@@ -7,6 +7,7 @@ them. Whatever goes wrong with a drafter costs root-only rows and a counter, nev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from functools import partial
 
@@ -44,11 +45,13 @@ class Speculator:
         bounds: TreeBounds,
         *,
         max_batch_size: int,
+        limit_s: float = math.inf,
         controller_log: str = "",
     ) -> None:
         """
         Args:
             max_batch_size: the largest batch to draft for; 0: no limit.
+            limit_s: seconds that a step should take at most with its prompts.
             controller_log: begins the names of the controllers' logs; empty: they have none.
         """
         self.costs = DraftCosts(costs, bounds)
@@ -62,7 +65,7 @@ class Speculator:
             self.hidden_states,
             self.trees,
             self.limit,
-            DrafterControllers(bounds, self.costs.plain_step_s, controller_log),
+            DrafterControllers(bounds, self.costs.plain_step_s, limit_s, controller_log),
             self.rows,
         )
         self.fallbacks = Fallbacks(self._routing, self.trees, self.limit)

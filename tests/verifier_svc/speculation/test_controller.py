@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -86,6 +87,21 @@ def test_a_served_load(batch: int) -> None:
     over_plain, over_best = ratios(H100, phases, bounds=TreeBounds(8, branches=4))
     assert over_plain >= 1.2
     assert over_best >= 0.97
+
+
+def test_of_nearly_equal_shapes_a_full_batch_takes_the_one_that_leaves_room_for_prompts() -> None:
+    """An H100 at 256 served with steps of 72 ms, under a limit of 60, where others of 52 made as many tokens."""
+    phases = [Phase(3.0, 64, SERVED, 192), Phase(20.0, 256, SERVED, 192)]
+    speeds, steps_s = [], []
+    for limit_s in (math.inf, 0.035):
+        controller = Controller(TreeBounds(8, branches=4), H100.verify_s, limit_s=limit_s)
+        run = drive(H100, controller, phases, seed=3)
+        (shape, _), *_ = Counter(run.shapes[len(run.shapes) // 2 :]).most_common()
+        speeds.append(run.speed)
+        steps_s.append(controller.step_s(shape, 256))
+    assert shape != NO_DRAFT
+    assert steps_s[1] <= 0.9 * steps_s[0]
+    assert speeds[1] >= 0.97 * speeds[0]
 
 
 @pytest.mark.parametrize("batch", [1, 64])

@@ -44,7 +44,7 @@ def test_other_inputs_give_other_decisions() -> None:
     assert any(decision.replayed != decision.logged for decision in decisions)
 
 
-@pytest.mark.parametrize("records", [[], [("choose", 1, 1, 1, 1)], [("bounds", 8, 0, 4), ("surprise", 1)]])
+@pytest.mark.parametrize("records", [[], [("choose", 1, 1, 1, 1)], [("bounds", 8, 0, 4, 0.06), ("surprise", 1)]])
 def test_what_is_no_log_is_refused(records: list[Record]) -> None:
     with pytest.raises(ValueError, match=r"bounds|surprise"):
         list(replay(records))

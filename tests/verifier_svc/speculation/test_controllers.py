@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from tests.support.runs import Runs, greedy, oracle_of, plain
@@ -44,7 +45,7 @@ def test_each_drafter_has_a_log_of_its_own(tmp_path: Path) -> None:
     runs = run_of()
     (drafter,) = runs.harness.speculator.drafters
     bounds = runs.harness.speculator.overlap.controllers._bounds
-    controllers = DrafterControllers(bounds, lambda num_rows: 1e-3, str(tmp_path / "log"))
+    controllers = DrafterControllers(bounds, lambda num_rows: 1e-3, math.inf, str(tmp_path / "log"))
     assert controllers.of(drafter) is controllers.of(drafter)
     controllers.of(drafter).choose(1)
     records = [json.loads(line) for line in (tmp_path / "log.oracle").read_text().splitlines()]
