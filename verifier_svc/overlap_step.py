@@ -33,6 +33,7 @@ from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.pinned_buffers import PinnedBuffers
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from verifier_svc.model.device_runner import DeviceRunner
+from verifier_svc.overlap_graphs import OverlapGraphs
 from verifier_svc.overlap_seats import SeatNeeds, StepSeats
 from verifier_svc.overlap_sizes import MAX_USUAL_ROWS, usual_sizes
 from verifier_svc.overlap_stage import Stage, StepShape
@@ -77,6 +78,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
 
     Attributes:
         seating: who has a seat in the next step.
+        sizes: the sizes whose graphs run steps.
 
     Args:
         memory: the memory for results, trees and prompts' hidden states; see ``plain_memory``.
@@ -113,6 +115,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         )
         self._stages: dict[StepShape, Stage] = {}
         self._graphs = DeviceGraphs(graphs and self._is_cuda, eager_uses=_EAGER_STEPS)
+        self.sizes = OverlapGraphs()
         # The generation of the pass's buffers that stages and graphs use.
         self._generation = -1
         self._features: tuple[int, ...] = ()
@@ -188,6 +191,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             stage.resident.batch.clear(starts)
             self._fill_walk(stage, starts)
             self._graphs.capture(shape, partial(self._launch_kernels, stage, shape.max_width))
+            self.sizes.add(shape)
             yield
 
     @torch.inference_mode()
@@ -394,7 +398,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         needs = seating.needs(found)
         if needs.most_blocks == 0:
             return None
-        is_kept = seating.are_laid_out_for(needs)
+        is_kept = seating.are_laid_out_for(needs) and not self.sizes.is_wasteful
         if not is_kept or shape is None or needs.most_blocks > shape.blocks or self._has_moved():
             return self._lay_out_seats(needs)
         stage = self._stages[shape]
@@ -416,7 +420,9 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             seat is not None and seat.width < width for seat, width in zip(seating.seats, widths, strict=False)
         )
         most = self.memory.layout.nodes if is_wide else max(widths)
-        stage = self._stage(num_rows, last + 1, most, needs.most_blocks, is_shared=num_rows < sum(widths))
+        asked = StepShape(num_rows, last + 1, most, needs.most_blocks, self._features, num_rows < sum(widths))
+        size = self.sizes.choose(asked) or asked
+        stage = self._stage(*size[:4], is_shared=size.is_shared)
         shape = self._shape
         assert shape is not None
         starts = np.full(shape.seqs + 1, num_rows, np.int32)
@@ -442,6 +448,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         if resident.generation != self._generation:
             self._stages.clear()
             self._graphs.clear()
+            self.sizes.clear()
             self._generation = resident.generation
         stage = self._stages.get(shape)
         if stage is None:
@@ -482,6 +489,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         """Run a step, by its graph if that pays."""
         shape = self._shape
         assert shape is not None
+        self.sizes.count_step()
         self._run_graph(shape, shape, partial(self._launch_kernels, stage, shape.max_width))
 
     def _run_graph(self, key: Hashable, shape: StepShape, launch: Callable[[], None]) -> None:
@@ -489,8 +497,13 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         if shape.rows > MAX_USUAL_ROWS:
             # It keeps the GPU busy for longer than the host takes to launch it.
             launch()
+            return
+        if self.sizes.is_due and self._graphs.lacks(key):
+            self._graphs.capture(key, launch)
         else:
             self._graphs.run(key, launch)
+        if key == shape and self._graphs.enabled and not self._graphs.lacks(key):
+            self.sizes.add(shape)
 
     def _launch_kernels(self, stage: Stage, max_width: int) -> None:
         """Launch all kernels of one step; a graph captures this."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from foretoken.models.backend import Backend
+from foretoken.models.batch import blank_batch
 from foretoken.models.device_sizes import PassSizes
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
@@ -17,6 +18,7 @@ from foretoken.tree import DraftTree
 from tests.support.tiny_checkpoint import save_llama
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.model.device_runner import DeviceRunner
+from verifier_svc.overlap_stage import StepShape
 from verifier_svc.overlap_step import ResidentStep
 from verifier_svc.sampling.device_walker import DeviceWalker
 from verifier_svc.scheduling.batch import Scheduled, build_batch
@@ -28,12 +30,14 @@ from verifier_svc.scheduling.sequence import Sequence
 VOCAB, HIDDEN, BLOCK, NUM_BLOCKS, SLOTS, NODES = 40, 32, 4, 8, 2, 4
 # Hidden state 0 is the token's embedding.
 EMBEDDING = (0,)
+LARGEST = StepShape(16, SLOTS, NODES, NUM_BLOCKS, EMBEDDING, is_shared=False)
 
 
 class Steps:
     """A ResidentStep with a small target. ``seated``: sequences by seat."""
 
-    def __init__(self, folder: Path, device: str, rows: int = 16) -> None:
+    def __init__(self, folder: Path, device: str, rows: int = 16, *, is_padded: bool = False) -> None:
+        """``is_padded``: run each step in a size that holds all."""
         backend = Backend("gpu", torch.device(device))
         sizes = PassSizes(rows, 16, SLOTS, NUM_BLOCKS)
         self.runner = DeviceRunner(folder, backend=backend, sizes=sizes, block_size=BLOCK, num_blocks=NUM_BLOCKS)
@@ -51,6 +55,13 @@ class Steps:
         self.step = ResidentStep(
             self.runner, walker, self.memory, StreamOrder(), max_seats=SLOTS, simulated=None, graphs=True
         )
+        self.is_padded = is_padded
+        if is_padded:
+            # Buffers that grew later would end the graphs.
+            self.runner.forward(blank_batch(16, SLOTS), EMBEDDING)
+            self.step.warm_up(EMBEDDING)
+            for is_shared in (False, True):
+                self.step.sizes.add(LARGEST._replace(is_shared=is_shared))
         self.step.begin(EMBEDDING, 0)
         self.seated: dict[int, Sequence] = {}
 
@@ -96,6 +107,8 @@ class Steps:
             assert int(self.memory.counts[index]) == len(walk.tokens)
             assert self.memory.new_tokens[index, : len(walk.tokens)].tolist() == walk.tokens
         assert self.memory.stamp.tolist() == [self.step.number]
+        if self.is_padded:
+            assert self.step.sizes.choose(LARGEST._replace(rows=1)) == LARGEST
         return tokens
 
     def text(self, prompt: list[int], count: int) -> list[int]:
@@ -138,9 +151,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, hidden_size=HIDDEN)
 
 
-def test_a_tree_from_the_host_takes_the_place_of_the_drafters(folder: Path, device: str) -> None:
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_tree_from_the_host_takes_the_place_of_the_drafters(folder: Path, device: str, *, is_padded: bool) -> None:
     """It may have more rows than the drafter's, in the first step of a sequence too, and only in that step."""
-    steps = Steps(folder, device)
+    steps = Steps(folder, device, is_padded=is_padded)
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
     texts = [steps.text(prompt, 7) for prompt in prompts]
     for slot, prompt in enumerate(prompts):
@@ -182,6 +196,21 @@ def test_seats_share_the_rows_of_a_step(folder: Path, device: str) -> None:
             done[index] += len(tokens)
     # Without a draft each has a root alone, whatever rows there are.
     assert steps.run() == {index: text[5:6] for index, text in enumerate(texts)}
+
+
+def test_seats_that_share_the_rows_of_a_larger_graph_may_use_all(folder: Path, device: str) -> None:
+    steps = Steps(folder, device, is_padded=True)
+    prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
+    texts = [steps.text(prompt, 4) for prompt in prompts]
+    for slot, prompt in enumerate(prompts):
+        sequence = sequence_of(prompt, slot, [4 * slot + block for block in range(4)])
+        steps.prefill(sequence, len(prompt) - 1)
+        steps.join(sequence, width=3)
+    steps.step.seating.share_rows(2)
+    assert steps.run() == {0: texts[0][:1], 1: texts[1][:1]}
+    for index, text in enumerate(texts):
+        steps.draft(index, text[:3], [-1, 0, 1])
+    assert steps.run(is_drafted=True) == {index: text[1:4] for index, text in enumerate(texts)}
 
 
 def test_the_host_learns_whose_tree_was_verified(folder: Path, device: str) -> None:
@@ -232,9 +261,10 @@ def test_a_step_without_seats_only_gets_its_number(folder: Path, device: str) ->
 
 
 @pytest.mark.slow
-def test_a_sequence_joins_beside_a_tree_and_the_first_one_leaves(folder: Path, device: str) -> None:
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_sequence_joins_beside_a_tree_and_the_first_one_leaves(folder: Path, device: str, *, is_padded: bool) -> None:
     """Widths change from step to step; each text is that of the sequence alone."""
-    steps = Steps(folder, device)
+    steps = Steps(folder, device, is_padded=is_padded)
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
     texts = [steps.text(prompt, 6) for prompt in prompts]
     first = sequence_of(prompts[0], 0, [0, 1, 2, 3])

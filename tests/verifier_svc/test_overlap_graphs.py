@@ -1,0 +1,65 @@
+"""Which captured graph runs an overlapped step."""
+
+from __future__ import annotations
+
+from verifier_svc.overlap_graphs import OverlapGraphs
+from verifier_svc.overlap_stage import StepShape
+
+LAYERS = (2, 16)
+
+
+def size(rows: int, seqs: int, width: int = 8, blocks: int = 128, *, is_shared: bool = False) -> StepShape:
+    return StepShape(rows, seqs, width, blocks, LAYERS, is_shared)
+
+
+def captured(*sizes: StepShape) -> OverlapGraphs:
+    graphs = OverlapGraphs()
+    for each in sizes:
+        graphs.add(each)
+    return graphs
+
+
+def test_a_batch_that_empties_runs_in_the_graph_of_a_fuller_one() -> None:
+    graphs = captured(size(40, 8), size(80, 16), size(128, 16), size(288, 64))
+    # Five of sixteen seats are left, and the last one is among them.
+    assert graphs.choose(size(40, 16, 7, 30)) == size(80, 16)
+    assert graphs.choose(size(40, 5)) == size(40, 8)
+    assert graphs.choose(size(81, 16)) == size(128, 16)
+    assert graphs.choose(size(81, 17)) == size(288, 64)
+
+
+def test_no_graph_holds_what_is_larger_or_of_another_kind() -> None:
+    graphs = captured(size(128, 16))
+    assert graphs.choose(size(129, 16)) is None
+    assert graphs.choose(size(16, 17)) is None
+    assert graphs.choose(size(16, 2, width=9)) is None
+    assert graphs.choose(size(16, 2, blocks=129)) is None
+    assert graphs.choose(size(16, 2, is_shared=True)) is None
+    assert graphs.choose(size(16, 2)._replace(features=(3,))) is None
+    graphs.clear()
+    assert graphs.choose(size(16, 2)) is None and not graphs.is_due
+
+
+def test_spare_rows_that_cost_more_than_a_capture_end() -> None:
+    graphs = captured(size(80, 16))
+    assert graphs.choose(size(40, 16)) == size(80, 16)
+    count = 0
+    while not graphs.is_wasteful:
+        graphs.count_step()
+        count += 1
+    # 40 rows of 20 us each.
+    assert 100 <= count <= 200
+    assert graphs.choose(size(40, 15)) is None, "it has the same graph"
+    assert graphs.is_due and not graphs.is_wasteful
+    assert graphs.choose(size(48, 15)) == size(80, 16) and not graphs.is_due
+    graphs.choose(size(40, 15))
+    graphs.add(size(40, 16))
+    assert graphs.choose(size(40, 15)) == size(40, 16) and not graphs.is_due
+
+
+def test_rows_that_no_graph_of_its_own_could_spare_are_not_counted() -> None:
+    graphs = captured(size(80, 16))
+    assert graphs.choose(size(79, 16)) == size(80, 16)
+    for _ in range(10_000):
+        graphs.count_step()
+    assert not graphs.is_due

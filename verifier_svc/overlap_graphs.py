@@ -1,0 +1,96 @@
+"""Which of the captured graphs runs an overlapped step: its own, or a larger one whose spare rows stay empty.
+
+A step without a graph keeps the GPU waiting: the host needs 20 to 30 ms to launch its kernels one by one, where a
+graph of a few hundred rows runs for less than 10. Not all sizes are captured. When most seats of a full batch have
+emptied, the step has few rows among many seats, and what was captured for so many seats has more rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from foretoken.models.device_batch import bucket, seq_bucket, table_bucket
+from verifier_svc.overlap_stage import StepShape
+
+# Spare rows after which a size gets a graph of its own. A capture takes some 100 ms, a row up to 20 us.
+_MOST_SPARE_ROWS = 5000
+
+
+class OverlapGraphs:
+    """The sizes that were captured. Only the engine thread uses it."""
+
+    def __init__(self) -> None:
+        self._captured: set[StepShape] = set()
+        # By the sizes that a graph of their own would have: the smallest captured one that holds them, None if none
+        # does, and the spare rows of all their steps.
+        self._chosen: dict[StepShape, StepShape | None] = {}
+        self._spare_rows: Counter[StepShape] = Counter()
+        # The size of the next steps, and the spare rows of each.
+        self._asked: StepShape | None = None
+        self._num_spare = 0
+
+    def add(self, shape: StepShape) -> None:
+        """Note that a size was captured."""
+        if shape not in self._captured:
+            self._captured.add(shape)
+            self._chosen.clear()
+            self._spare_rows.pop(_own(shape), None)
+
+    def clear(self) -> None:
+        """Forget all graphs."""
+        self._captured.clear()
+        self._chosen.clear()
+        self._spare_rows.clear()
+        self._asked, self._num_spare = None, 0
+
+    def choose(self, asked: StepShape) -> StepShape | None:
+        """Return the smallest captured size that holds the next steps, which are of this size.
+
+        None: there is none, or its spare rows have cost more than a capture, so ``is_due``.
+        """
+        own = self._asked = _own(asked)
+        self._num_spare = 0
+        if self.is_due:
+            return None
+        if own not in self._chosen:
+            holding = [shape for shape in self._captured if _holds(shape, asked)]
+            self._chosen[own] = min(holding, key=lambda shape: shape[:4], default=None)
+        chosen = self._chosen[own]
+        if chosen is not None:
+            self._num_spare = max(chosen.rows - own.rows, 0)
+        return chosen
+
+    def count_step(self) -> None:
+        """Count a step of the size that was asked for last."""
+        if self._asked is not None and self._num_spare:
+            self._spare_rows[self._asked] += self._num_spare
+
+    @property
+    def is_wasteful(self) -> bool:
+        """Return whether the next steps are to run in a larger size although their own should get a graph."""
+        return self._num_spare > 0 and self.is_due
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether the size that was asked for last should get its own graph."""
+        return self._asked is not None and self._spare_rows[self._asked] > _MOST_SPARE_ROWS
+
+
+def _own(asked: StepShape) -> StepShape:
+    """Return the size that a graph for these steps alone would have."""
+    rows, seqs, width, blocks, *_ = asked
+    return asked._replace(
+        rows=bucket(rows), seqs=seq_bucket(seqs), max_width=seq_bucket(width), blocks=table_bucket(blocks)
+    )
+
+
+def _holds(shape: StepShape, asked: StepShape) -> bool:
+    """Return whether a graph of one size can run steps of another."""
+    return (
+        shape.rows >= asked.rows
+        and shape.seqs >= asked.seqs
+        and shape.max_width >= asked.max_width
+        and shape.blocks >= asked.blocks
+        and shape.features == asked.features
+        and shape.is_shared == asked.is_shared
+    )
