@@ -50,10 +50,10 @@ LEAST_DOUBT, MOST_DOUBT = 0.02, 0.15
 LONG_AGO = 1024
 # Weight of the time since the last decision in what prompts take.
 PROMPT_SMOOTHING = 0.05
-# A shape whose steps exceed the limit, with the prompts that its tokens bring along, counts for this power of the
-# limit's share of such a step. In a full batch long drafts and short ones yield nearly as many tokens a second, but
-# the long ones leave less room for prompts, which then wait.
-CROWDING = 0.25
+# A shape whose steps, with the prompts that its tokens bring along, exceed this share of the limit counts for less: by
+# the square root of the excess, and for so much at least. In a full batch long drafts and short ones yield nearly as
+# many tokens a second, but the long ones leave less room for prompts, which then wait.
+MOST_FULL, LEAST_ROOM = 0.9, 0.9
 
 
 class Reason(StrEnum):
@@ -324,7 +324,9 @@ class Controller:  # large: the figures of one decision and of its probes
     def _room(self, shape: Shape, batch: int) -> float:
         """Return what a shape's speed counts for: less than 1 if its steps leave too little room for prompts."""
         step_s = self._step_s(shape, batch, self._acceptance.tokens(shape))
-        return (self._limit_s / step_s) ** CROWDING if self._prompt_s and step_s > self._limit_s else 1.0
+        if not self._prompt_s or step_s <= MOST_FULL * self._limit_s:
+            return 1.0
+        return max(math.sqrt(MOST_FULL * self._limit_s / step_s), LEAST_ROOM)
 
     def _step_s(self, shape: Shape, batch: int, tokens: float) -> float:
         """Return the seconds of a step in which each row yields so many tokens, with the prompts that they bring."""
