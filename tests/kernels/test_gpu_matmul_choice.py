@@ -4,6 +4,8 @@ import contextlib
 import fcntl
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -34,6 +36,8 @@ from foretoken_kernels.gpu.matmul_timing import (
 )
 from foretoken_kernels.gpu.rope_kv_write import Rope
 from foretoken_kernels.gpu.skinny_configs import Device, SkinnyConfig, candidates
+
+from tests.support.environment import child_environment
 
 SKINNY = SkinnyConfig(16, 16, 2, 2, 4)
 
@@ -340,3 +344,13 @@ def test_timed_once_and_then_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 second.matmul(x, weight, out, shape.mode == ADD)
                 expected += shape.mode == ADD
             torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.slow
+def test_candidates_are_compiled_at_once_before_they_are_timed(tmp_path: Path) -> None:
+    """A process of its own, because in this one kernels may be defined for the interpreter."""
+    environment = child_environment() | {"TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "tests.kernels.compile_candidates"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

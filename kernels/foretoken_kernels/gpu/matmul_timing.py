@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import triton
 
+from foretoken_kernels.gpu.compile_ahead import compiling_ahead
 from foretoken_kernels.gpu.graph_capture import captured
 from foretoken_kernels.gpu.matmul_choice import (
     ADD,
@@ -149,6 +150,8 @@ def choose(
     """Return the fastest of PyTorch's matmul and the candidates for each shape and row bucket."""
     table = MatmulTable(known, device)
     table.reserve(max(_split_features(shape, limits) for shape in weights))
+    if device != "cpu":
+        _compile_candidates(table, weights, limits)
     found: dict[MatmulShape, Choices] = {}
     # Plain matmuls first, since a fused matmul is compared with the best plain one.
     for shape in sorted(weights, key=lambda shape: shape.mode in (GATE_UP, QKV)):
@@ -161,15 +164,23 @@ def choose(
     return found
 
 
-def _fastest(
-    table: MatmulTable,
-    shape: MatmulShape,
-    rows: int,
-    weights: Sequence[torch.Tensor],
-    limits: Device,
-    measure: Measure,
-) -> SkinnyConfig | None:
-    dtype, device = weights[0].dtype, weights[0].device
+def _compile_candidates(
+    table: MatmulTable, weights: Mapping[MatmulShape, Sequence[torch.Tensor]], limits: Device
+) -> None:
+    """Compile all candidates at once; one after the other they take most of a first start."""
+    with compiling_ahead():
+        for shape, (weight, *_) in weights.items():
+            for rows in ROW_BUCKETS:
+                run = _runner(table, shape, rows, weight)
+                for config in _candidates(shape, rows, limits):
+                    run(config, weight)
+
+
+def _runner(
+    table: MatmulTable, shape: MatmulShape, rows: int, weight: torch.Tensor
+) -> Callable[[SkinnyConfig | None, torch.Tensor], None]:
+    """Return what runs a matmul of so many rows with a configuration and a weight like this one."""
+    dtype, device = weight.dtype, weight.device
     x = torch.randn(rows, shape.in_features, device=device).to(dtype)
     wide = torch.zeros(
         rows, shape.out_features, device=device, dtype=dtype if shape.mode == GATE_UP else shape.out_dtype
@@ -185,6 +196,18 @@ def _fastest(
         else:
             table.matmul_by(config, x, weight, wide, shape.mode == ADD)
 
+    return run
+
+
+def _fastest(
+    table: MatmulTable,
+    shape: MatmulShape,
+    rows: int,
+    weights: Sequence[torch.Tensor],
+    limits: Device,
+    measure: Measure,
+) -> SkinnyConfig | None:
+    run = _runner(table, shape, rows, weights[0])
     times = {}
     configs: list[SkinnyConfig | None] = [None, *_candidates(shape, rows, limits)]
     for config in configs:

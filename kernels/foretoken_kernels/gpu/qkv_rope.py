@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from foretoken_kernels.gpu.compile_ahead import launcher
 from foretoken_kernels.gpu.matmul_tile import MatmulWorkspace, Product, sum_tile
 from foretoken_kernels.gpu.rope_kv_write import Rope, write_kv_entries
 from foretoken_kernels.gpu.skinny_configs import SkinnyConfig
@@ -170,7 +171,7 @@ def qkv_rope(
     if len(x) == 0:
         return
     tiles, block_m, split_size = cut(x, weight, out, workspace, config)
-    _qkv_rope[(tiles, config.split_k)](
+    launcher(_qkv_rope, (tiles, config.split_k))(
         x,
         weight,
         out,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from foretoken_kernels.gpu.compile_ahead import launcher
 from foretoken_kernels.gpu.matmul_tile import MatmulWorkspace, Product, multiply_tile
 from foretoken_kernels.gpu.skinny_configs import MAX_ROWS, SkinnyConfig, block_rows
 
@@ -145,7 +146,7 @@ def skinny_matmul(
         return
     out_features = out.shape[1]
     tiles, block_m, split_size = cut(x, weight, out, workspace, config, 2 if gate_up else 1)
-    _skinny_matmul[(tiles, config.split_k)](
+    launcher(_skinny_matmul, (tiles, config.split_k))(
         x,
         weight,
         out,
