@@ -178,9 +178,13 @@ def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def _refusal(response: httpx.Response) -> ForetokenError:
-    """Return the error in a response other than 200."""
+    """Return the error in a response other than 200: what the server says, and what to set."""
     try:
         error = response.json()["error"]
-        return ForetokenError(str(error["message"]), field=str(error.get("param") or ""))
+        message = str(error["message"])
+        if response.status_code == 401:
+            is_set = "authorization" in response.request.headers
+            message += " (the key is that of FORETOKEN_API_KEY)" if is_set else "; set FORETOKEN_API_KEY"
+        return ForetokenError(message, field=str(error.get("param") or ""))
     except (ValueError, LookupError, TypeError, AttributeError):
         return ForetokenError(f"{response.url} answered with status {response.status_code}")

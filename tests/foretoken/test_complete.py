@@ -224,6 +224,16 @@ def test_a_refusal_is_the_servers_own_message(server: Server) -> None:
     assert caught.value.field == "max_tokens"
 
 
+def test_a_missing_key_and_a_wrong_one_name_the_variable(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.refusal = (401, b'{"error": {"message": "invalid API key", "param": null}}')
+    monkeypatch.delenv("FORETOKEN_API_KEY", raising=False)
+    with pytest.raises(ForetokenError, match=r"invalid API key; set FORETOKEN_API_KEY$"):
+        run(server)
+    monkeypatch.setenv("FORETOKEN_API_KEY", "another")
+    with pytest.raises(ForetokenError, match=r"invalid API key \(the key is that of FORETOKEN_API_KEY\)$"):
+        run(server)
+
+
 def test_a_refusal_without_a_message_names_the_status(server: Server) -> None:
     server.refusal = (502, b"<html>")
     with pytest.raises(ForetokenError, match="answered with status 502"):

@@ -80,6 +80,13 @@ class Steps:
         self.seated[index] = sequence
         return index
 
+    def join_all(self, prompts: list[list[int]], width: int) -> None:
+        """Seat a sequence for each prompt, with all but its last token computed."""
+        for slot, prompt in enumerate(prompts):
+            sequence = sequence_of(prompt, slot, [4 * slot + block for block in range(4)])
+            self.prefill(sequence, len(prompt) - 1)
+            self.join(sequence, width)
+
     def leave(self, index: int) -> None:
         self.step.seating.leave(index)
         del self.seated[index]
@@ -157,10 +164,7 @@ def test_a_tree_from_the_host_takes_the_place_of_the_drafters(folder: Path, devi
     steps = Steps(folder, device, is_padded=is_padded)
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
     texts = [steps.text(prompt, 7) for prompt in prompts]
-    for slot, prompt in enumerate(prompts):
-        sequence = sequence_of(prompt, slot, [4 * slot + block for block in range(4)])
-        steps.prefill(sequence, len(prompt) - 1)
-        steps.join(sequence, width=2)
+    steps.join_all(prompts, width=2)
     found = {1: draft_of([13, texts[1][0], texts[1][1]], [-1, 0, 1])}
     assert steps.run(found=found) == {0: texts[0][:1], 1: texts[1][:3]}
     # The drafter has a tree for both. The second one's root has a wrong child before the right one.
@@ -179,10 +183,7 @@ def test_seats_share_the_rows_of_a_step(folder: Path, device: str) -> None:
     steps = Steps(folder, device)
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
     texts = [steps.text(prompt, 8) for prompt in prompts]
-    for slot, prompt in enumerate(prompts):
-        sequence = sequence_of(prompt, slot, [4 * slot + block for block in range(4)])
-        steps.prefill(sequence, len(prompt) - 1)
-        steps.join(sequence, width=3)
+    steps.join_all(prompts, width=3)
     steps.step.seating.share_rows(2)
     done = [1, 1]
     assert steps.run() == {0: texts[0][:1], 1: texts[1][:1]}
@@ -202,10 +203,7 @@ def test_seats_that_share_the_rows_of_a_larger_graph_may_use_all(folder: Path, d
     steps = Steps(folder, device, is_padded=True)
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
     texts = [steps.text(prompt, 4) for prompt in prompts]
-    for slot, prompt in enumerate(prompts):
-        sequence = sequence_of(prompt, slot, [4 * slot + block for block in range(4)])
-        steps.prefill(sequence, len(prompt) - 1)
-        steps.join(sequence, width=3)
+    steps.join_all(prompts, width=3)
     steps.step.seating.share_rows(2)
     assert steps.run() == {0: texts[0][:1], 1: texts[1][:1]}
     for index, text in enumerate(texts):
