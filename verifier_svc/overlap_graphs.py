@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from foretoken.models.device_batch import bucket, seq_bucket, table_bucket
+from foretoken.models.device_batch import captured_sizes
 from verifier_svc.overlap_stage import StepShape
 
 # Spare rows after which a size gets a graph of its own. A capture takes some 100 ms, a row up to 20 us.
@@ -78,10 +78,8 @@ class OverlapGraphs:
 
 def _own(asked: StepShape) -> StepShape:
     """Return the size that a graph for these steps alone would have."""
-    rows, seqs, width, blocks, *_ = asked
-    return asked._replace(
-        rows=bucket(rows), seqs=seq_bucket(seqs), max_width=seq_bucket(width), blocks=table_bucket(blocks)
-    )
+    rows, seqs, max_width, blocks = captured_sizes(*asked[:4])
+    return asked._replace(rows=rows, seqs=seqs, max_width=max_width, blocks=blocks)
 
 
 def _holds(shape: StepShape, asked: StepShape) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from foretoken.commands.rest_address import key_headers, no_answer, rest_url, tls_context
+from foretoken.commands.rest_address import key_headers, key_hint, no_answer, rest_url, tls_context
 from foretoken.errors import ForetokenError, UnavailableError
 
 CONNECT_TIMEOUT_S = 5.0
@@ -183,8 +183,7 @@ def _refusal(response: httpx.Response) -> ForetokenError:
         error = response.json()["error"]
         message = str(error["message"])
         if response.status_code == 401:
-            is_set = "authorization" in response.request.headers
-            message += " (the key is that of FORETOKEN_API_KEY)" if is_set else "; set FORETOKEN_API_KEY"
+            message += key_hint(is_set="authorization" in response.request.headers)
         return ForetokenError(message, field=str(error.get("param") or ""))
     except (ValueError, LookupError, TypeError, AttributeError):
         return ForetokenError(f"{response.url} answered with status {response.status_code}")

@@ -10,7 +10,7 @@ from typing import Any, Self
 import httpx
 
 from foretoken.commands.operator_client import no_operator_endpoints
-from foretoken.commands.rest_address import key_headers, no_answer, rest_url, tls_context
+from foretoken.commands.rest_address import key_headers, key_hint, no_answer, rest_url, tls_context
 from foretoken.errors import ForetokenError
 from foretoken.operator_key import FLAG
 from foretoken.top.reading import Reading
@@ -97,9 +97,9 @@ class GatewayReader:
             return no_operator_endpoints()
         if response.status_code in (401, 403):
             if not self._headers:
-                message += f"; set FORETOKEN_API_KEY, or give the operator's with {FLAG}"
+                message += f"{key_hint(is_set=False)}, or give the operator's with {FLAG}"
             elif not self._is_operator:
-                message += f" (the key is that of FORETOKEN_API_KEY); or give the operator's with {FLAG}"
+                message += f"{key_hint(is_set=True)}; or give the operator's with {FLAG}"
         return ForetokenError(message)
 
 

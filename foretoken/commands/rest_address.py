@@ -28,6 +28,11 @@ def key_headers() -> dict[str, str]:
     return {"authorization": f"Bearer {keys[0]}"} if keys else {}
 
 
+def key_hint(*, is_set: bool) -> str:
+    """Return what to add to a refusal of the key. ``is_set``: whether ``key_headers`` had one."""
+    return " (the key is that of FORETOKEN_API_KEY)" if is_set else "; set FORETOKEN_API_KEY"
+
+
 def tls_context(url: str) -> ssl.SSLContext | bool:
     """Return how to check the server of ``url``: by public authorities or the environment's roots.
 

@@ -164,6 +164,12 @@ _BUCKETS: tuple[int, ...] = (
 )
 
 
+def captured_sizes(rows: int, seqs: int, max_seq_rows: int, blocks: int) -> tuple[int, int, int, int]:
+    """Return the smallest captured sizes that hold a batch of rows with logits, whatever a pass has
+    room for."""
+    return bucket(rows), seq_bucket(seqs), 1 << (max_seq_rows - 1).bit_length(), table_bucket(blocks)
+
+
 def table_bucket(blocks: int) -> int:
     """Return the captured width that holds a block table of ``blocks`` blocks.
 

@@ -14,7 +14,7 @@ from foretoken.models.device_batch import (
     DeviceBatch,
     Runs,
     bucket,
-    seq_bucket,
+    captured_sizes,
     table_bucket,
 )
 from foretoken.models.device_sizes import PassSizes
@@ -112,12 +112,13 @@ class DeviceBatches:
             count = next((size for size in PROMPT_SEQS if size >= seqs), sizes.seqs)
             blocks = min(table_bucket(blocks), sizes.blocks)
             return BatchShape(rows, 0, min(count, sizes.seqs), 1 << (rows - 1).bit_length(), blocks)
+        rows, seqs, most, blocks = captured_sizes(rows, seqs, most, blocks)
         return BatchShape(
-            min(bucket(rows), sizes.rows),
+            min(rows, sizes.rows),
             min(bucket(wanted), sizes.wanted),
-            min(seq_bucket(seqs), sizes.seqs),
-            1 << (most - 1).bit_length(),
-            min(table_bucket(blocks), sizes.blocks),
+            min(seqs, sizes.seqs),
+            most,
+            min(blocks, sizes.blocks),
         )
 
     def _has_graph(self, batch: ForwardBatch) -> bool:

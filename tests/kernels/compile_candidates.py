@@ -41,31 +41,26 @@ def note_thread(*, src: object, **_: object) -> bool:
     return False
 
 
-def measure(call: Callable[[torch.Tensor], None], weights: Sequence[torch.Tensor]) -> float:
-    """Ask for what a launch would compile; PyTorch's own way launches nothing here."""
-    run = call
-    assert isinstance(run, partial)
-    if run.args[0] is not None:
-        with compiling_ahead():
-            call(weights[0])
-    return 1.0
-
-
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
     triton.knobs.runtime.jit_post_compile_hook = note
     triton.knobs.compilation.listener = note_thread
-    shape = MatmulShape(4096, 1024, STORE)
-    ahead: list[int] = []
+    num_compiled: list[int] = []
 
-    def measured(call: Callable[[torch.Tensor], None], weights: Sequence[torch.Tensor]) -> float:
-        if not ahead:
-            ahead.append(len(compiled))
-        return measure(call, weights)
+    def measure(call: Callable[[torch.Tensor], None], weights: Sequence[torch.Tensor]) -> float:
+        """Ask for what a launch would compile; PyTorch's own matmul has no configuration."""
+        num_compiled.append(len(compiled))
+        assert isinstance(call, partial)
+        (config,) = call.args
+        if config is not None:
+            with compiling_ahead():
+                call(weights[0])
+        return 1.0
 
-    # Not the word "cpu": what follows is a GPU's way.
-    choose({shape: [torch.zeros(4096, 1024, dtype=torch.bfloat16)]}, {}, torch.device("cpu"), Device(), measured)
-    assert len(set(compiled)) == len(compiled) == ahead[0] > 5, (len(compiled), ahead)
+    weights = {MatmulShape(4096, 1024, STORE): [torch.zeros(4096, 1024, dtype=torch.bfloat16)]}
+    # Not the word "cpu", which means that nothing is compiled.
+    choose(weights, {}, torch.device("cpu"), Device(), measure)
+    assert len(set(compiled)) == len(compiled) == num_compiled[0] > 5, (len(compiled), num_compiled[0])
     assert all(name.startswith("compiler") for name in threads) and threads, threads
 
 

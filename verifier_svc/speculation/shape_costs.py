@@ -147,9 +147,9 @@ class _Fit:
         self._num_disturbed = 0
         self.num_steps: dict[Shape, int] = {}
         self.mean: NDArray[np.float64] = np.array([0.0, LEVEL_SHARE * verify_s, 1.0])
-        # Standard deviations before any step; those of shapes follow.
-        self._unit = np.array([BASE_SPREAD * verify_s, LEVEL_SPREAD * verify_s, PROMPT_SPREAD])
-        self._spread: NDArray[np.float64] = np.diag(self._unit**2)
+        # The first standard deviations: of base, level and factor, then of each shape's own part.
+        self._first_spreads = np.array([BASE_SPREAD * verify_s, LEVEL_SPREAD * verify_s, PROMPT_SPREAD])
+        self._spread: NDArray[np.float64] = np.diag(self._first_spreads**2)
         self._drift = np.array([BASE_DRIFT * verify_s, LEVEL_DRIFT * verify_s, PROMPT_DRIFT]) ** 2
 
     def believe(self, other: _Fit, distance: int) -> None:
@@ -201,9 +201,9 @@ class _Fit:
 
     def _doubt(self, times: float) -> None:
         """Multiply the variances, up to a limit. It cuts whole directions, so what is known of sums stays known."""
-        values, directions = np.linalg.eigh(self._spread / np.outer(self._unit, self._unit))
+        values, directions = np.linalg.eigh(self._spread / np.outer(self._first_spreads, self._first_spreads))
         doubted = np.minimum(times * values, np.maximum(values, MOST_DOUBTED**2)).clip(min=0.0)
-        directions *= self._unit[:, np.newaxis]
+        directions *= self._first_spreads[:, np.newaxis]
         self._spread = (directions * doubted) @ directions.T
 
     def _parts(self, shape: Shape, verify_s: float) -> NDArray[np.float64]:
@@ -213,8 +213,8 @@ class _Fit:
             at = self._own[shape] = len(self.mean)
             self.mean = np.append(self.mean, 0.0)
             self._spread = np.pad(self._spread, (0, 1))
-            self._unit = np.append(self._unit, OWN_SPREAD * verify_s)
-            self._spread[at, at] = self._unit[at] ** 2
+            self._first_spreads = np.append(self._first_spreads, OWN_SPREAD * verify_s)
+            self._spread[at, at] = self._first_spreads[at] ** 2
             self._drift = np.append(self._drift, (OWN_DRIFT * self._verify_s) ** 2)
         parts = np.zeros(len(self.mean))
         parts[at] = 1.0
