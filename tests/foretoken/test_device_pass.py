@@ -181,6 +181,7 @@ def test_in_strict_mode_a_row_has_the_same_bits_in_any_batch(folder: Path, dtype
         assert alone.isfinite().all() and not torch.equal(node_rows[1], node_rows[2])
 
 
+@pytest.mark.usefixtures("strict_products")
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rows_whose_logits_nobody_wants_need_no_last_layer(folder: Path, strict: bool, device: str) -> None:
     """Logits, hidden states and KV entries are the CPU's, and in strict mode those of a pass that wants all."""
