@@ -176,7 +176,7 @@ class GatewayCore:
                 priority=caller.priority(request.priority),
             )
             span, request = start_span(self._tracer, request, self.settings.served_model_name, api, client_id)
-            generation = Generation(request, self.verifiers, self.tokenizer, max_model_len, self.metrics.tokens_arrived)
+            generation = Generation(request, self.verifiers, self.tokenizer, max_model_len, self.metrics)
             failure: str | None = "cancelled"
             try:
                 with self.running.holding(generation, client_id, caller.name):

@@ -23,7 +23,7 @@ from gateway.messages import Finished, NewTokens, SequenceSpec
 from gateway.output_text import OutputText
 from gateway.prediction import PairPlaces, PredictionMatch
 from gateway.resumable_sequence import ResumableSequence
-from gateway.token_times import StepObserver, TokenTimes
+from gateway.token_times import TokenObserver, TokenTimes
 from gateway.tokenizer import Tokenizer
 from gateway.verifier_pool import VerifierPool
 
@@ -357,7 +357,7 @@ class Generation:
         verifiers: VerifierPool,
         tokenizer: Tokenizer,
         max_model_len: int,
-        on_step: StepObserver,
+        observer: TokenObserver,
     ) -> None:
         self.request = request
         self.started_at = time.monotonic()
@@ -378,7 +378,7 @@ class Generation:
                 min_tokens=spec.sampling.min_tokens,
             )
             prediction = PredictionMatch(request.prediction_ids, places)
-            times = TokenTimes(on_step)
+            times = TokenTimes(self.started_at, observer)
             self.outputs.append(Output(index, spec, request, text, times, prediction, self._news.add, self._news.wake))
 
     @property

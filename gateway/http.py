@@ -60,7 +60,7 @@ _CODES: dict[type[ForetokenError], str] = {
     DeadlineError: "deadline_exceeded",
     ModelOutputError: "model_output_error",
     UnauthenticatedError: "invalid_api_key",
-    PermissionDeniedError: "invalid_api_key",
+    PermissionDeniedError: "permission_denied",
 }
 
 

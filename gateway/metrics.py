@@ -76,6 +76,10 @@ class GatewayMetrics:
         self._rejections.add(1, {"reason": reason})
         self._keys.request_rejected(key, reason)
 
+    def first_token_arrived(self, seconds: float) -> None:
+        """Record the first token of one output, ``seconds`` after its request."""
+        self._histograms.first_token_arrived(seconds)
+
     def tokens_arrived(self, seconds: float, num_tokens: int) -> None:
         """Record new tokens of one output, ``seconds`` after its last ones."""
         self._histograms.tokens_arrived(seconds, num_tokens)
@@ -95,7 +99,7 @@ class GatewayMetrics:
         for output in generation.outputs:
             if output.finished is not None and output.finish_reason is not None:
                 self._success.add(1, {"finished_reason": output.finish_reason.value})
-            self._histograms.output_ended(output, generation.started_at)
+            self._histograms.output_ended(output)
 
     def own_families(self) -> list[Family]:
         """Return the counts of this process."""

@@ -59,6 +59,10 @@ class RequestHistograms:
             "request_generation_tokens", "Tokens of an output that finished.", _LENGTH_BUCKETS, vllm=True
         )
 
+    def first_token_arrived(self, seconds: float) -> None:
+        """Record the first token of one output, ``seconds`` after its request."""
+        self._first_token.record(seconds)
+
     def tokens_arrived(self, seconds: float, num_tokens: int) -> None:
         """Record new tokens of one output, ``seconds`` after its last ones."""
         self._inter_token.record(seconds / num_tokens)
@@ -67,10 +71,8 @@ class RequestHistograms:
         """Record how long a request took."""
         self._latency.record(seconds)
 
-    def output_ended(self, output: Output, started_at: float) -> None:
+    def output_ended(self, output: Output) -> None:
         """Record one output; its times at the verifier only if it finished."""
-        if output.times.first_at:
-            self._first_token.record(output.times.first_at - started_at)
         if (gap_s := output.times.mean_gap_s) is not None:
             self._per_output_token.record(gap_s)
         if (finished := output.finished) is not None:

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from typing import Protocol
 
-# Called with the seconds since an output's last tokens and the number of tokens that came.
-StepObserver = Callable[[float, int], None]
+
+class TokenObserver(Protocol):
+    """Learns of an output's tokens as they arrive."""
+
+    def first_token_arrived(self, seconds: float) -> None:
+        """Record an output's first token, ``seconds`` after its request."""
+        ...
+
+    def tokens_arrived(self, seconds: float, num_tokens: int) -> None:
+        """Record later tokens of an output, ``seconds`` after its last ones."""
+        ...
 
 
 class TokenTimes:
     """Times of the first and the last token, by ``time.monotonic()``; 0.0 before the first."""
 
-    def __init__(self, on_step: StepObserver) -> None:
+    def __init__(self, started_at: float, observer: TokenObserver) -> None:
+        """``started_at``: when the request came, by ``time.monotonic()``."""
         self.first_at = 0.0
         self.last_at = 0.0
+        self._started_at = started_at
         self._num_later_tokens = 0
-        self._on_step = on_step
+        self._observer = observer
 
     @property
     def mean_gap_s(self) -> float | None:
@@ -31,8 +42,9 @@ class TokenTimes:
         """Record that tokens arrived now."""
         now = time.monotonic()
         if self.first_at:
-            self._on_step(now - self.last_at, num_tokens)
+            self._observer.tokens_arrived(now - self.last_at, num_tokens)
             self._num_later_tokens += num_tokens
         else:
             self.first_at = now
+            self._observer.first_token_arrived(now - self._started_at)
         self.last_at = now

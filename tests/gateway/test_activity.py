@@ -55,7 +55,8 @@ async def test_it_tells_load_drafters_and_requests_without_their_texts(stack: St
 
 async def test_only_the_operator_may_ask(stack: Stack) -> None:
     assert (await stack.http.get(URL)).status_code == 401
-    assert (await stack.http.get(URL, headers={"authorization": "Bearer other"})).status_code == 403
+    refused = await stack.http.get(URL, headers={"authorization": "Bearer other"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
 
 
 def test_only_the_latest_are_remembered_and_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

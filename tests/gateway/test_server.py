@@ -144,6 +144,26 @@ async def test_metrics_hold_own_counts_and_the_verifiers(stack: Stack) -> None:
         assert await stack.metric(name, **dict([label] if label else [])) == pytest.approx(value), name
 
 
+async def test_a_first_token_counts_when_it_comes(stack: Stack) -> None:
+    """A dashboard does not wait for the end of a long output."""
+    ends = asyncio.Event()
+
+    async def play(player: Player) -> None:
+        player.tokens([65])
+        await ends.wait()
+        player.finish()
+
+    stack.verifier.script = play
+    async with stack.http.stream("POST", URL, json={"prompt": [5, 6, 7], "stream": True}) as response:
+        lines = response.aiter_lines()
+        assert (await anext(lines)).startswith("data: ")
+        assert await stack.metric("foretoken_time_to_first_token_seconds_count") == 1
+        assert await stack.metric("foretoken_e2e_request_latency_seconds_count") == 0
+        ends.set()
+        assert [line async for line in lines if line][-1] == "data: [DONE]"
+    assert await stack.metric("foretoken_time_to_first_token_seconds_count") == 1
+
+
 async def test_vllms_names_show_the_same_samples(
     settings: GatewaySettings, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
