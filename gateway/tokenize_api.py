@@ -11,9 +11,9 @@ from pydantic import Field
 from foretoken import limits
 from foretoken.errors import InvalidRequestError
 from gateway import http
-from gateway.chat.chat_request import chat_token_ids
 from gateway.core import GatewayCore
 from gateway.fields import Fields, is_id_list, validate
+from gateway.openai.chat_request import chat_token_ids
 from gateway.openai.request import IGNORED
 from gateway.tokenizer import SHORT_TEXT_TOKENS
 

@@ -8,9 +8,9 @@ from fastapi.responses import Response
 from gateway import http
 from gateway.anthropic.body import CountTokensFields, MessagesFields, parse_count_tokens, parse_messages
 from gateway.anthropic.reply import MessagesFormat
-from gateway.chat.chat_request import chat_request, chat_token_ids
 from gateway.core import GatewayCore
 from gateway.exchange import Exchange
+from gateway.openai.chat_request import chat_request, chat_token_ids
 
 URL = "/v1/messages"
 

@@ -11,11 +11,11 @@ from foretoken.results import FinishReason
 from gateway.anthropic.body import MessagesFields
 from gateway.anthropic.content_blocks import ContentBlocks, message_event
 from gateway.anthropic.errors import error_object
-from gateway.chat.chat_request import ChatRequest
 from gateway.chat.reply_tokens import ReplyTokens
 from gateway.config import GatewaySettings
 from gateway.figures import generation_metrics
 from gateway.generation import Delta, Generation
+from gateway.openai.chat_request import ChatRequest
 from gateway.reply_format import ReplyFormat
 
 _PING = message_event("ping", {})

@@ -7,9 +7,9 @@ from fastapi.responses import Response
 
 from foretoken.errors import NotFoundError
 from gateway import http
-from gateway.chat.chat_request import chat_request
 from gateway.core import GatewayCore
 from gateway.exchange import Exchange
+from gateway.openai.chat_request import chat_request
 from gateway.responses.body import ResponsesFields, parse_responses
 from gateway.responses.reply import ResponsesFormat
 

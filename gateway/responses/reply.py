@@ -9,13 +9,13 @@ import orjson
 
 from foretoken.errors import ForetokenError, InvalidRequestError, QueueFullError
 from foretoken.results import FinishReason, TokenLogprobs
-from gateway.chat.chat_request import ChatRequest
 from gateway.chat.reply_tokens import ReplyTokens
 from gateway.config import GatewaySettings
 from gateway.figures import generation_metrics
 from gateway.generation import Delta, Generation
 from gateway.http import error_object
 from gateway.logprobs import chat_logprobs
+from gateway.openai.chat_request import ChatRequest
 from gateway.reply_format import ReplyFormat
 from gateway.responses.body import ResponsesFields
 from gateway.responses.events import EventWriter

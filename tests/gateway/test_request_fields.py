@@ -388,7 +388,7 @@ async def test_a_template_gets_any_json(with_kwargs: Stack) -> None:
 async def test_a_template_stays_in_its_sandbox_and_its_time(
     with_kwargs: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.chat.chat_request.TEMPLATE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("gateway.openai.chat_request.TEMPLATE_TIMEOUT_S", 0.05)
     for kwargs in ({"escape": True}, {"size": 4000}, {"size": 10**9}, {"config": 5, "tags": [1]}):
         answer = await with_kwargs.http.post(CHAT, json={**HELLO, "chat_template_kwargs": kwargs})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages"), answer.text

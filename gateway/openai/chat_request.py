@@ -15,7 +15,6 @@ from foretoken.errors import InvalidRequestError
 from foretoken.tracing import TraceContext
 from gateway.chat.field_names import FieldNames
 from gateway.chat.tools import ToolUse
-from gateway.chat.truncation import newest_turns
 from gateway.core import GatewayCore
 from gateway.generation import GenerationRequest, Prompt
 from gateway.generation_request import generation_request
@@ -27,6 +26,7 @@ from gateway.openai.request import (
     template_kwargs,
     template_messages,
 )
+from gateway.openai.truncation import newest_turns
 from gateway.tokenizer import SHORT_TEXT_CHARS
 
 # A template is a program: it may take more than a few milliseconds for more messages.
