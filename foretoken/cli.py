@@ -1,4 +1,4 @@
-"""Run the command line. Only this module reads the environment, and only it and foretoken.ray wire services.
+"""Run the command line. Only this module and foretoken.ray wire services.
 
 Each command imports only its own service, so help is fast and a gateway never loads torch.
 """
