@@ -118,7 +118,7 @@ def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
                     "address": client.address,
                     "up": client.is_up,
                     "reason": "" if client.is_up else client.reason,
-                    "drafters": _drafters(infos[client.address]),
+                    "drafters": _drafters(infos.get(client.address)),
                 }
                 for client in core.verifiers.clients
             ]

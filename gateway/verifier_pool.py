@@ -113,15 +113,19 @@ class VerifierPool:
         await self._up.wait()
 
     async def fetch_infos(self) -> dict[str, VerifierInfo | None]:
-        """Fetch each verifier's figures, by address; None for a verifier that does not answer."""
+        """Fetch each verifier's figures, by address; None for a verifier that does not answer.
+
+        Verifiers that come or go meanwhile are not among them, or still are.
+        """
 
         async def fetch(client: VerifierClient) -> VerifierInfo | None:
             with contextlib.suppress(UnavailableError):
                 return await client.fetch_info()
             return None
 
-        infos = await asyncio.gather(*(fetch(client) for client in self.clients))
-        return {client.address: info for client, info in zip(self.clients, infos, strict=True)}
+        clients = self.clients
+        infos = await asyncio.gather(*(fetch(client) for client in clients))
+        return {client.address: info for client, info in zip(clients, infos, strict=True)}
 
     async def refresh_infos(self) -> None:
         """Refresh ``info``, at most once in REFRESH_EVERY_S however many requests ask."""

@@ -9,7 +9,9 @@ import pytest
 
 from gateway.config import GatewaySettings
 from gateway.discovery.pushed_set import PushedSet
+from gateway.messages import VerifierInfo
 from gateway.tokenizer import Tokenizer
+from gateway.verifier_client import VerifierClient
 from protos import verifier_pb2
 from tests.gateway.conftest import events
 from tests.gateway.deployment import TEXT, Deployment, ask, deployment, playing, silent
@@ -92,6 +94,50 @@ async def test_a_program_can_say_it_too_and_change_its_mind(settings: GatewaySet
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
+
+
+@pytest.mark.parametrize("path", ["/ready", "/version", "/metrics"])
+@pytest.mark.parametrize(("before", "after"), [([0], [0, 1]), ([0, 1], [1])])
+async def test_verifiers_may_come_and_go_while_they_are_asked_for_figures(
+    settings: GatewaySettings,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    before: list[int],
+    after: list[int],
+) -> None:
+    source = PushedSet()
+    async with deployment(settings, tokenizer, num_verifiers=2, source=source) as running:
+        for number in range(2):
+            await running.start(silent, number)
+
+        async def change(numbers: list[int]) -> None:
+            source.set([running.addresses[number] for number in numbers])
+            wanted = [number in numbers for number in range(2)]
+            await running.until(
+                lambda: (
+                    [(client := running.client(number)) is not None and client.is_up for number in range(2)] == wanted
+                )
+            )
+
+        await change(before)
+        known = running.gateway.verifiers.clients
+        asked, answers = asyncio.Event(), asyncio.Event()
+        fetch_info = VerifierClient.fetch_info
+
+        async def held(client: VerifierClient) -> VerifierInfo:
+            # A new session asks too.
+            if client in known:
+                asked.set()
+                await answers.wait()
+            return await fetch_info(client)
+
+        monkeypatch.setattr(VerifierClient, "fetch_info", held)
+        answer = asyncio.create_task(running.http.get(path))
+        await asked.wait()
+        await change(after)
+        answers.set()
+        assert (await answer).status_code == 200
 
 
 async def test_a_leaving_verifier_that_dies_hands_its_stream_over(
