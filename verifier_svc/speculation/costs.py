@@ -9,6 +9,7 @@ from typing import NamedTuple
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.scheduling.draft import Draft
+from verifier_svc.speculation.plan import DraftPlan
 
 # Weight of a new observation. Machines are shared and contexts grow: follow, but not every jump.
 CURVE_SMOOTHING = 0.05
@@ -176,6 +177,29 @@ class DraftCosts:
                 costs.append((seconds + self.wait_s(drafters, reach, batch)) / plain)
             self._cost_lists[key] = (self._num_steps, costs)
         return costs
+
+    def num_worth(self, plans: Sequence[DraftPlan], batch: int) -> int:
+        """Return how many plans, from the first on, make a step of ``batch`` rows fastest in tokens a second.
+
+        All rows of the batch wait for the drafts, be they one row's or everybody's.
+
+        Args:
+            plans: of models, with the most expected tokens first.
+        """
+        best, tokens, rows = 0, float(batch), batch
+        best_rate = tokens / (self._costs.estimate(batch) + self._overhead_s[False])
+        for count, plan in enumerate(plans, start=1):
+            tokens += self.expected_tokens(plan, batch) - 1
+            rows += self._bounds.of_row(True, plan.reach, plan.reach).nodes - 1
+            seconds = self._costs.estimate(rows) + self._overhead_s[True]
+            rate = tokens / (seconds + self.wait_s(plan.drafters, plan.reach, count))
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return best
+
+    def expected_tokens(self, plan: DraftPlan, batch: int) -> float:
+        """Return the tokens that a row's plan promises for a step."""
+        return plan.rate * self.relative(plan.drafters, batch)[plan.reach]
 
     def wait_s(self, drafters: Sequence[DrafterHandle], reach: int, num_rows: int) -> float:
         """Return the seconds that a step waits for drafts of so many rows, from drafters that work side by side."""

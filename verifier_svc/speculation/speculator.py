@@ -162,6 +162,7 @@ class Speculator:
         self._found = self.lookup_round.run(lookup_plans)
         plans = self.model_round.plan(decoding, batch)
         plans = [plan for plan in plans if not self._is_served(plan, batch)]
+        plans = self.model_round.worth_waiting(plans, batch)
         self.model_round.post(plans, decoding, prefilling, self.trees.undrafted)
         self.trees.plans = [*plans, *lookup_plans]
         for sequence in (*decoding, *prefilling):

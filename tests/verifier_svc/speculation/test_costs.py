@@ -16,6 +16,8 @@ from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.drafters.waits import DraftTimes
 from verifier_svc.scheduling.draft import Draft
 from verifier_svc.speculation.costs import DraftCosts, StepBase, StepCosts
+from verifier_svc.speculation.draft_round import ModelRound
+from verifier_svc.speculation.plan import DraftPlan
 
 
 def chain(*chances: float) -> Draft:
@@ -61,6 +63,35 @@ def test_what_a_step_has_waited_makes_more_of_it_worthwhile() -> None:
 def model_drafter() -> Any:
     record = SimpleNamespace(times=DraftTimes())
     return SimpleNamespace(name="model", has_model=True, counters=DrafterCounters(), record=record)
+
+
+def plan_of(costs: DraftCosts, tokens: float, batch: int, *, is_fixed: bool = False) -> DraftPlan:
+    """Return a plan of seven drafted tokens, of which a step is expected to make ``tokens``.
+
+    Its drafter answers within 1 s, however many rows ask.
+    """
+    times = SimpleNamespace(estimate=lambda depth, num_rows: 1.0)
+    drafter: Any = SimpleNamespace(name="model", has_model=True, record=SimpleNamespace(times=times))
+    bounds = TreeBounds(8, num_steps=7) if is_fixed else TreeBounds(8)
+    rate = tokens / costs.relative([drafter], batch)[7]
+    sequence: Any = tokens
+    return DraftPlan(sequence, [drafter], 7, 7, True, bounds, rate)
+
+
+def test_few_rows_do_not_make_all_others_wait() -> None:
+    # A step takes 1 s for any number of rows, and waiting as long again.
+    costs = costs_of({1: 1.0, 64: 1.0})
+    for batch, expected, count in ((1, [5.0], 1), (8, [5.0], 0), (8, [5.0, 5.0], 0), (8, [5.0, 5.0, 5.0], 3)):
+        assert costs.num_worth([plan_of(costs, tokens, batch) for tokens in expected], batch) == count
+
+
+def test_rows_for_which_a_step_does_not_wait_ask_for_nothing_unless_they_must() -> None:
+    costs = costs_of({1: 1.0, 64: 1.0})
+    model_round: Any = SimpleNamespace(_costs=costs)
+    probe, likely, fixed = plan_of(costs, 1.0, 8), plan_of(costs, 5.0, 8), plan_of(costs, 5.0, 8, is_fixed=True)
+    assert probe.rate <= 1.0 < likely.rate
+    assert ModelRound.worth_waiting(model_round, [probe, likely, fixed], 8) == [probe, fixed]
+    assert ModelRound.worth_waiting(model_round, [likely] * 3, 8) == [likely] * 3
 
 
 def test_slow_steps_around_a_models_drafts_are_forgotten_while_there_are_none() -> None:
