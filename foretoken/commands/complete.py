@@ -15,6 +15,7 @@ import httpx
 
 from foretoken.commands.rest_address import key_headers, key_hint, no_answer, rest_url, tls_context
 from foretoken.errors import ForetokenError, UnavailableError
+from foretoken.event_lines import event_lines
 
 CONNECT_TIMEOUT_S = 5.0
 # Between two chunks. The server's deadline for a request is shorter, and ends it with a message.
@@ -164,7 +165,7 @@ def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
     Raises the error of an error event.
     """
-    for line in response.iter_lines():
+    for line in event_lines(response):
         if not line.startswith("data:"):
             continue
         data = line.removeprefix("data:").strip()

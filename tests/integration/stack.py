@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import psutil
 
+from foretoken.event_lines import event_lines
 from foretoken.free_ports import free_ports
 from tests.support.environment import child_environment
 
@@ -158,18 +159,10 @@ def stream(url: str, **fields: Any) -> Iterator[dict[str, Any]]:
         client.stream("POST", f"{url}/v1/completions", json=body) as response,
     ):
         assert response.status_code == 200, response.read()
-        for line in _lines(response):
+        for line in event_lines(response):
             data = line.removeprefix("data: ")
             if data and data != "[DONE]" and not data.startswith(":"):
                 yield json.loads(data)
-
-
-def _lines(response: httpx.Response) -> Iterator[str]:
-    """Yield lines that end with a newline, as events do; ``iter_lines`` also splits at U+0085 and U+2028."""
-    rest = b""
-    for part in response.iter_bytes():
-        *whole, rest = (rest + part).split(b"\n")
-        yield from (line.decode() for line in whole)
 
 
 def text_of(chunks: list[dict[str, Any]]) -> str:
