@@ -13,7 +13,7 @@ def generation_metrics(generation: Generation, *, detailed: bool) -> dict[str, A
     (output,) = generation.outputs
     return {
         "speculative_decoding": speculation_figures(output, detailed=detailed),
-        **_times(output, generation.started_at),
+        **_times(output),
     }
 
 
@@ -65,14 +65,14 @@ def accepted_per_step(sources: Sequence[int]) -> list[int]:
     return [*steps, accepted] if accepted else steps
 
 
-def _times(output: Output, started_at: float) -> dict[str, Any]:
+def _times(output: Output) -> dict[str, Any]:
     assert output.finished is not None
     num_tokens = len(output.token_ids)
     # From the first to the last token, as clients see them.
     generating_s = output.times.last_at - output.times.first_at
-    gap_s = output.times.mean_gap_s
+    first_s, gap_s = output.times.to_first_s, output.times.mean_gap_s
     return {
-        "time_to_first_token_ms": 1e3 * (output.times.first_at - started_at) if num_tokens else None,
+        "time_to_first_token_ms": 1e3 * first_s if num_tokens and first_s is not None else None,
         "queue_time_ms": output.finished.queue_ms,
         "mean_itl_ms": None if gap_s is None else 1e3 * gap_s,
         "tokens_per_second": 1 / gap_s if gap_s else None,

@@ -419,8 +419,8 @@ class Generation:
     @property
     def time_to_first_token_s(self) -> float | None:
         """Seconds from the start to the first token of any output."""
-        firsts = [output.times.first_at for output in self.outputs if output.times.first_at]
-        return min(firsts) - self.started_at if firsts else None
+        firsts = [output.times.to_first_s for output in self.outputs]
+        return min((seconds for seconds in firsts if seconds is not None), default=None)
 
     @property
     def is_waiting(self) -> bool:

@@ -30,6 +30,11 @@ class TokenTimes:
         self._observer = observer
 
     @property
+    def to_first_s(self) -> float | None:
+        """Seconds from the request to the first token; None before it."""
+        return self.first_at - self._started_at if self.first_at else None
+
+    @property
     def mean_gap_s(self) -> float | None:
         """Mean seconds between tokens; None before a second message of tokens.
 

@@ -173,33 +173,31 @@ class DraftCosts:
             costs = [1.0]
             for reach in range(1, self._bounds.max_nodes):
                 nodes = self._bounds.of_row(has_model, reach, reach).nodes
-                seconds = self._costs.estimate(batch * nodes) + self._overhead_s[has_model]
-                costs.append((seconds + self.wait_s(drafters, reach, batch)) / plain)
+                costs.append(self._drafted_step_s(drafters, reach, batch * nodes, batch) / plain)
             self._cost_lists[key] = (self._num_steps, costs)
         return costs
 
-    def num_worth(self, plans: Sequence[DraftPlan], batch: int) -> int:
-        """Return how many plans, from the first on, make a step of ``batch`` rows fastest in tokens a second.
+    def best_plans(self, plans: Sequence[DraftPlan], batch: int) -> list[DraftPlan]:
+        """Return the plans, all of models, that make a step of ``batch`` rows fastest in tokens a second.
 
-        All rows of the batch wait for the drafts, be they one row's or everybody's.
-
-        Args:
-            plans: of models, with the most expected tokens first.
+        Those that promise most are taken first. All rows wait for the drafts, be they one row's or everybody's.
         """
+        promised = [(plan.rate * self.relative(plan.drafters, batch)[plan.reach], plan) for plan in plans]
+        promised.sort(key=lambda pair: -pair[0])
         best, tokens, rows = 0, float(batch), batch
         best_rate = tokens / (self._costs.estimate(batch) + self._overhead_s[False])
-        for count, plan in enumerate(plans, start=1):
-            tokens += self.expected_tokens(plan, batch) - 1
+        for count, (expected, plan) in enumerate(promised, start=1):
+            tokens += expected - 1
             rows += self._bounds.of_row(True, plan.reach, plan.reach).nodes - 1
-            seconds = self._costs.estimate(rows) + self._overhead_s[True]
-            rate = tokens / (seconds + self.wait_s(plan.drafters, plan.reach, count))
+            rate = tokens / self._drafted_step_s(plan.drafters, plan.reach, rows, count)
             if rate > best_rate:
                 best, best_rate = count, rate
-        return best
+        return [plan for _, plan in promised[:best]]
 
-    def expected_tokens(self, plan: DraftPlan, batch: int) -> float:
-        """Return the tokens that a row's plan promises for a step."""
-        return plan.rate * self.relative(plan.drafters, batch)[plan.reach]
+    def _drafted_step_s(self, drafters: Sequence[DrafterHandle], reach: int, num_rows: int, num_drafting: int) -> float:
+        """Return the seconds of a step of ``num_rows`` rows that waits for drafts of ``num_drafting`` sequences."""
+        seconds = self._costs.estimate(num_rows) + self._overhead_s[drafters[0].has_model]
+        return seconds + self.wait_s(drafters, reach, num_drafting)
 
     def wait_s(self, drafters: Sequence[DrafterHandle], reach: int, num_rows: int) -> float:
         """Return the seconds that a step waits for drafts of so many rows, from drafters that work side by side."""

@@ -196,13 +196,14 @@ class ModelRound(DraftRound):
     def worth_waiting(self, plans: list[DraftPlan], batch: int) -> list[DraftPlan]:
         """Return the plans for which a step of ``batch`` rows should wait.
 
-        A row's gate takes it that all rows draft likewise. If few do, the others wait for nothing: the plans that
-        promise most are kept as long as the step gains by them. Fixed shapes are exact, and probes are rare.
+        A row's gate takes it that all rows draft likewise. If few do, the others wait for nothing. Fixed shapes are
+        exact, and probes are rare.
         """
-        free = [plan for plan in plans if plan.bounds.is_fixed or plan.rate <= 1.0]
-        chosen = [plan for plan in plans if not plan.bounds.is_fixed and plan.rate > 1.0]
-        chosen.sort(key=lambda plan: -self._costs.expected_tokens(plan, batch))
-        return free + chosen[: self._costs.num_worth(chosen, batch)]
+        kept: list[DraftPlan] = []
+        chosen: list[DraftPlan] = []
+        for plan in plans:
+            (kept if plan.bounds.is_fixed or plan.is_probe else chosen).append(plan)
+        return kept + self._costs.best_plans(chosen, batch)
 
     def post(
         self,

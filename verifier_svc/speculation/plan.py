@@ -16,7 +16,8 @@ class DraftPlan(NamedTuple):
         most: the most drafted tokens.
         awaited: whether the step waits for the answer.
         bounds: of the row's trees.
-        rate: the speed over plain decode that the drafts promise if every row of the batch drafts like this one.
+        rate: the speed over plain decode that the drafts promise if every row of the batch drafts like this one;
+            1 where plain decode is faster.
     """
 
     sequence: Sequence
@@ -26,6 +27,11 @@ class DraftPlan(NamedTuple):
     awaited: bool
     bounds: TreeBounds
     rate: float
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether the drafts promise no gain: they show whether they would."""
+        return self.rate <= 1.0
 
     @property
     def key(self) -> tuple[int, int]:

@@ -66,7 +66,7 @@ def model_drafter() -> Any:
 
 
 def plan_of(costs: DraftCosts, tokens: float, batch: int, *, is_fixed: bool = False) -> DraftPlan:
-    """Return a plan of seven drafted tokens, of which a step is expected to make ``tokens``.
+    """Return a plan with seven drafted tokens. A step is expected to make ``tokens``.
 
     Its drafter answers within 1 s, however many rows ask.
     """
@@ -82,14 +82,14 @@ def test_few_rows_do_not_make_all_others_wait() -> None:
     # A step takes 1 s for any number of rows, and waiting as long again.
     costs = costs_of({1: 1.0, 64: 1.0})
     for batch, expected, count in ((1, [5.0], 1), (8, [5.0], 0), (8, [5.0, 5.0], 0), (8, [5.0, 5.0, 5.0], 3)):
-        assert costs.num_worth([plan_of(costs, tokens, batch) for tokens in expected], batch) == count
+        assert len(costs.best_plans([plan_of(costs, tokens, batch) for tokens in expected], batch)) == count
 
 
 def test_rows_for_which_a_step_does_not_wait_ask_for_nothing_unless_they_must() -> None:
     costs = costs_of({1: 1.0, 64: 1.0})
     model_round: Any = SimpleNamespace(_costs=costs)
     probe, likely, fixed = plan_of(costs, 1.0, 8), plan_of(costs, 5.0, 8), plan_of(costs, 5.0, 8, is_fixed=True)
-    assert probe.rate <= 1.0 < likely.rate
+    assert probe.is_probe and not likely.is_probe
     assert ModelRound.worth_waiting(model_round, [probe, likely, fixed], 8) == [probe, fixed]
     assert ModelRound.worth_waiting(model_round, [likely] * 3, 8) == [likely] * 3
 
