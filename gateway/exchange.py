@@ -14,7 +14,7 @@ from gateway.bodies import hold_of
 from gateway.core import GatewayCore
 from gateway.generation import ClientGoneError, Delta, Generation, GenerationRequest
 from gateway.http_protocol import direct_connection
-from gateway.reply_format import ReplyFormat
+from gateway.reply_format import ReplyFormat, for_any_reader
 
 
 class Exchange(Response):
@@ -79,18 +79,18 @@ class Exchange(Response):
                 parts += [self._reply.chunk(generation, delta) for delta in deltas]
                 events = b"".join(parts)
                 if events:
-                    await self._send(send, events)
+                    await self._send(send, for_any_reader(events))
                 if generation.done:
                     break
                 deltas = await generation.wait(reader)
                 parts = [] if deltas else [self._reply.keep_alive]
-            await self._send(send, self._reply.last(generation), more=False)
+            await self._send(send, for_any_reader(self._reply.last(generation)), more=False)
             generation.check_client()
         except ClientGoneError:
             raise
         except Exception as error:
             known = error if isinstance(error, ForetokenError) else ForetokenError("internal error")
-            await self._send(send, self._reply.failed(generation, known), more=False)
+            await self._send(send, for_any_reader(self._reply.failed(generation, known)), more=False)
             raise
 
     async def _start(self, send: Send, content_type: bytes, content_length: int | None = None) -> None:
@@ -128,7 +128,7 @@ class _StepWriter:
         events = b"".join([self._reply.chunk(self._generation, delta) for delta in deltas])
         if events:
             assert self._connection is not None
-            self._connection.write_part(events)
+            self._connection.write_part(for_any_reader(events))
 
 
 @contextlib.asynccontextmanager

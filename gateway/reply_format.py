@@ -13,6 +13,8 @@ from gateway.http import error_object
 
 EVENT, EVENT_END = b"data: ", b"\n\n"
 DONE = b"data: [DONE]\n\n"
+# Characters at which some clients end a line, though events end theirs with newlines alone: U+0085, U+2028, U+2029.
+_OTHER_LINE_ENDS = {b"\xc2\x85": b"\\u0085", b"\xe2\x80\xa8": b"\\u2028", b"\xe2\x80\xa9": b"\\u2029"}
 
 
 class ReplyFormat(ABC):
@@ -43,6 +45,13 @@ class ReplyFormat(ABC):
     def failed(self, generation: Generation, error: ForetokenError) -> bytes:
         """Return the events that end a stream after an error."""
         return event(error_object(error)) + DONE
+
+
+def for_any_reader(events: bytes) -> bytes:
+    """Return events in whose JSON every character is escaped that some clients take for the end of a line."""
+    for character, escaped in _OTHER_LINE_ENDS.items():
+        events = events.replace(character, escaped)
+    return events
 
 
 def event(value: dict[str, Any]) -> bytes:
