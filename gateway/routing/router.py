@@ -65,7 +65,8 @@ class Router:
 
     Each key's verifiers stand in an order of their own (rendezvous hashing), and the first whose
     load is within ``load_bound`` of the mean takes the request (after consistent hashing with
-    bounded loads; Mirrokni, Thorup, Zadimoghaddam, 2016, arXiv 1608.01350).
+    bounded loads; Mirrokni, Thorup, Zadimoghaddam, 2016, arXiv 1608.01350). The bound is at most
+    what the verifier runs at once, while the fleet can run all requests.
 
     The key is the shortest prefix whose requests fit on one verifier. A prefix with more requests,
     such as a system prompt, gets as many verifiers as its load needs, the first of its order. A
@@ -153,7 +154,10 @@ class Router:
         fleet = self._fleet
         mean = fleet.rows * (total / all_rows)
         free = np.maximum(FREE_SHARE * fleet.rows, LEAST_FREE)
-        bound = np.maximum(self._load_bound * mean, free)
+        bound = self._load_bound * mean
+        # While the others have seats, it is no use to wait for one.
+        bound = np.where(mean <= fleet.rows, np.minimum(bound, fleet.rows), bound)
+        bound = np.maximum(bound, free)
         is_usual = (fleet.usual < bound) | (fleet.load < mean)
         return is_usual & (fleet.load < bound + CHANCE * np.sqrt(mean)) & (fleet.fill < FULL)
 
