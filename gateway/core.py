@@ -277,6 +277,7 @@ class GatewayCore:
                 "request_id": request.id,
                 "client_request_id": client_id,
                 "trace_id": request.trace.trace_id if request.trace else None,
+                "verifiers": generation.verifiers,
                 "finish_reasons": [output.finish_reason and output.finish_reason.value for output in outputs],
                 **figures,
             },

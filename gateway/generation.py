@@ -417,6 +417,12 @@ class Generation:
         return sum(output.num_resumes for output in self.outputs)
 
     @property
+    def verifiers(self) -> list[str]:
+        """Addresses of the verifiers that its outputs ran on, in the order of outputs and attempts."""
+        sequences = [output.sequence for output in self.outputs if output.sequence is not None]
+        return list(dict.fromkeys(address for sequence in sequences for address in sequence.verifiers))
+
+    @property
     def time_to_first_token_s(self) -> float | None:
         """Seconds from the start to the first token of any output."""
         firsts = [output.times.to_first_s for output in self.outputs]

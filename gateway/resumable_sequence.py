@@ -50,6 +50,8 @@ class ResumableSequence:
         self.num_resumes = 0
         # Output tokens that earlier attempts emitted.
         self.num_resumed_tokens = 0
+        # Addresses of the verifiers that took it, one for each attempt.
+        self.verifiers: list[str] = []
         self.pauses = Pauses()
         self._spec = spec
         self._sink = sink
@@ -81,6 +83,7 @@ class ResumableSequence:
         left_ms = None if self.deadline is None else max(1, round(1e3 * (self.deadline - _now())))
         self.binding.fingerprint = client.fingerprint
         self._client = client
+        self.verifiers.append(client.address)
         self.pauses.submitted(client.address)
         self.num_resumes += self.was_lost
         self.num_resumed_tokens = len(self._emitted)
@@ -147,6 +150,7 @@ class ResumableSequence:
 
     def on_refused(self, reason: str) -> None:
         self.num_resumes -= self.was_lost
+        self.verifiers.pop()
         self._client = None
         self._placer.place(self)
 

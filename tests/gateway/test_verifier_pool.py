@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import grpc
 import pytest
@@ -102,7 +103,10 @@ async def test_a_new_request_does_not_wait_for_ever(settings: GatewaySettings, t
         assert running.gateway.verifiers.num_sequences == 0
 
 
-async def test_a_stream_goes_on_at_the_other_verifier(settings: GatewaySettings, tokenizer: Tokenizer) -> None:
+async def test_a_stream_goes_on_at_the_other_verifier(
+    settings: GatewaySettings, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     output = tokenizer.encode(TEXT)
     async with deployment(settings, tokenizer, num_verifiers=2) as running:
         first, second = [await running.start(playing([output], [4]), number) for number in range(2)]
@@ -118,6 +122,8 @@ async def test_a_stream_goes_on_at_the_other_verifier(settings: GatewaySettings,
         assert [(s.attempt, len(s.output_token_ids)) for s in other.submitted] == [(1, 4)]
         ready = (await running.http.get("/ready")).json()
         assert [verifier["up"] for verifier in ready["verifiers"]] == [bool(used), not used]
+        (record,) = [record for record in caplog.records if record.getMessage() == "request"]
+        assert vars(record)["verifiers"] == [running.addresses[used], running.addresses[1 - used]]
 
 
 async def test_the_choices_of_a_request_run_on_one_verifier_and_requests_on_the_emptier(
