@@ -155,8 +155,9 @@ class Router:
         mean = fleet.rows * (total / all_rows)
         free = np.maximum(FREE_SHARE * fleet.rows, LEAST_FREE)
         bound = self._load_bound * mean
-        # While the others have seats, it is no use to wait for one.
-        bound = np.where(mean <= fleet.rows, np.minimum(bound, fleet.rows), bound)
+        if total <= all_rows:
+            # While others have seats, it is no use to wait for one.
+            bound = np.minimum(bound, fleet.rows)
         bound = np.maximum(bound, free)
         is_usual = (fleet.usual < bound) | (fleet.load < mean)
         return is_usual & (fleet.load < bound + CHANCE * np.sqrt(mean)) & (fleet.fill < FULL)
