@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from foretoken.cli import app
 from foretoken.commands.complete import LEAST_TIMED_TOKENS, CompletionOptions, _Summary, complete, render
 from foretoken.errors import ForetokenError, UnavailableError
+from foretoken.free_ports import free_ports
 from tests.support.certificates import Authority
 
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
@@ -260,8 +261,9 @@ def test_a_server_of_another_kind(server: Server, models: bytes) -> None:
 
 
 def test_an_address_that_is_none() -> None:
-    with pytest.raises(UnavailableError, match="localhost:8000"):
-        complete("localhost:8000", CompletionOptions("x"), write=print, colour=False)
+    (port,) = free_ports(1)
+    with pytest.raises(UnavailableError, match=f"localhost:{port}"):
+        complete(f"localhost:{port}", CompletionOptions("x"), write=print, colour=False)
 
 
 def test_a_few_tokens_have_no_speed() -> None:
