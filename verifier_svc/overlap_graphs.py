@@ -7,13 +7,16 @@ emptied, the step has few rows among many seats, and what was captured for so ma
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 
 from foretoken.models.device_batch import captured_sizes
 from verifier_svc.overlap_stage import StepShape
 
 # Spare rows after which a size gets a graph of its own. A capture takes some 100 ms, a row up to 20 us.
 _MOST_SPARE_ROWS = 5000
+# Where there are fewer for each row of a step, they slow it down by less than anyone sees, but everyone sees a capture:
+# so many of them count as one.
+_FEW_SPARE_ROWS, _FEW_COUNT = 1 / 8, 10
 
 
 class OverlapGraphs:
@@ -24,10 +27,10 @@ class OverlapGraphs:
         # By the sizes that a graph of their own would have: the smallest captured one that holds them, None if none
         # does, and the spare rows of all their steps.
         self._chosen: dict[StepShape, StepShape | None] = {}
-        self._spare_rows: Counter[StepShape] = Counter()
-        # The size of the next steps, and the spare rows of each.
+        self._spare_rows: dict[StepShape, float] = defaultdict(float)
+        # The size of the next steps, and the spare rows of each, as they count.
         self._asked: StepShape | None = None
-        self._num_spare = 0
+        self._num_spare = 0.0
 
     def add(self, shape: StepShape) -> None:
         """Note that a size was captured."""
@@ -41,7 +44,7 @@ class OverlapGraphs:
         self._captured.clear()
         self._chosen.clear()
         self._spare_rows.clear()
-        self._asked, self._num_spare = None, 0
+        self._asked, self._num_spare = None, 0.0
 
     def choose(self, asked: StepShape) -> StepShape | None:
         """Return the smallest captured size that holds the next steps, which are of this size.
@@ -49,7 +52,7 @@ class OverlapGraphs:
         None: there is none, or its spare rows have cost more than a capture, so ``is_due``.
         """
         own = self._asked = _own(asked)
-        self._num_spare = 0
+        self._num_spare = 0.0
         if self.is_due:
             return None
         if own not in self._chosen:
@@ -57,7 +60,8 @@ class OverlapGraphs:
             self._chosen[own] = min(holding, key=lambda shape: shape[:4], default=None)
         chosen = self._chosen[own]
         if chosen is not None:
-            self._num_spare = max(chosen.rows - own.rows, 0)
+            num_spare = max(chosen.rows - own.rows, 0)
+            self._num_spare = num_spare if num_spare > _FEW_SPARE_ROWS * own.rows else num_spare / _FEW_COUNT
         return chosen
 
     def count_step(self) -> None:

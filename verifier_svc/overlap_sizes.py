@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from itertools import pairwise
 from typing import NamedTuple
 
 from foretoken.models.device_batch import bucket, seq_bucket
@@ -33,13 +34,15 @@ def usual_sizes(
         most_nodes: of a tree from the host.
         sizes, has_found: as for ResidentStep.captures.
     """
-    for count in _SEAT_COUNTS:
+    for before, count in pairwise((0, *_SEAT_COUNTS)):
         for mean, most in sizes:
             is_shared = mean < most
             if is_shared and count < SHARED_FROM:
                 continue
-            if count <= max_seats and count * mean <= MAX_USUAL_ROWS:
-                yield UsualSize(count * mean, count, most, is_shared)
+            # The largest size has as many rows as a graph may have, and holds some counts below its own.
+            if before < max_seats and (before + 1) * mean <= MAX_USUAL_ROWS:
+                seqs = min(count, max_seats)
+                yield UsualSize(min(seqs * mean, MAX_USUAL_ROWS), seqs, most, is_shared)
     count = 1
     while has_found and count <= seq_bucket(max_seats):
         # Any number of the sequences has a tree of any size.

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
+from foretoken.models.device_batch import captured_sizes
 from verifier_svc.overlap_graphs import OverlapGraphs
+from verifier_svc.overlap_sizes import MAX_USUAL_ROWS, usual_sizes
 from verifier_svc.overlap_stage import StepShape
+from verifier_svc.speculation.candidate_shapes import SHARED_FROM
 
 LAYERS = (2, 16)
 
@@ -57,9 +62,37 @@ def test_spare_rows_that_cost_more_than_a_capture_end() -> None:
     assert graphs.choose(size(40, 15)) == size(40, 16) and not graphs.is_due
 
 
+def test_few_spare_rows_hardly_lead_to_a_capture() -> None:
+    """A capture holds up all streams, which a few rows more do not."""
+
+    def num_steps(rows: int) -> int:
+        graphs = captured(size(1100, 256))
+        assert graphs.choose(size(rows, 256)) == size(1100, 256)
+        count = 0
+        while not graphs.is_wasteful:
+            graphs.count_step()
+            count += 1
+        return count
+
+    assert num_steps(1024) > 20 * num_steps(512)
+
+
 def test_rows_that_no_graph_of_its_own_could_spare_are_not_counted() -> None:
     graphs = captured(size(80, 16))
     assert graphs.choose(size(79, 16)) == size(80, 16)
     for _ in range(10_000):
         graphs.count_step()
     assert not graphs.is_due
+
+
+@pytest.mark.parametrize("max_seats", [1, 7, 100, 256, 500])
+@pytest.mark.parametrize(("mean", "most"), [(1, 1), (2, 2), (4, 4), (5, 5), (4, 6), (6, 8), (7, 7), (32, 32)])
+def test_every_number_of_sequences_has_a_graph_that_holds_it(max_seats: int, mean: int, most: int) -> None:
+    usual = list(usual_sizes(max_seats, most, [(mean, most)], has_found=False))
+    graphs = OverlapGraphs()
+    for rows, seqs, width, is_shared in usual:
+        graphs.add(StepShape(*captured_sizes(rows, seqs, width, 1), LAYERS, is_shared))
+    assert all(size.rows <= MAX_USUAL_ROWS for size in usual)
+    for count in range(SHARED_FROM if mean < most else 1, max_seats + 1):
+        if count * mean <= MAX_USUAL_ROWS:
+            assert graphs.choose(size(count * mean, count, most, 1, is_shared=mean < most)), count
