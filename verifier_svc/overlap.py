@@ -159,7 +159,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
             if not is_ending and self._has_work():
                 asked = self._post()
                 num_prompt_rows = self._prefill()
-                self._prepare_lookups()
+                self._prepare_lookups(num_prompt_rows)
                 # All of that overlaps with the step in flight, whose tokens look-ups need.
                 is_ending = not (self._read_for_lookups() and self._launch(asked, num_prompt_rows))
             if not step.num_in_flight:
@@ -271,11 +271,11 @@ class OverlappedRun:  # large: the phases of one loop share its state
         with self._lifecycle.counters.phase("prefill"):
             return self._launch_prompts()
 
-    def _prepare_lookups(self) -> None:
+    def _prepare_lookups(self, num_prompt_rows: int) -> None:
         """Do what look-ups can do before the tokens of the step in flight are known."""
         with self._lifecycle.counters.phase("lookup"):
             seated = [seat.sequence for seat in self._step.seating.seats if seat is not None]
-            self._lookups.prepare(seated, self._joining)
+            self._lookups.prepare(seated, self._joining, self._scheduler.prefill.seconds(num_prompt_rows))
 
     def _read_for_lookups(self) -> bool:
         """Read the step in flight if look-ups wait for it. Return False if it had to go on without its trees."""
@@ -504,12 +504,18 @@ class OverlappedRun:  # large: the phases of one loop share its state
             step_s = self._step_s(facts.shape, facts.num_seats)
             self._scheduler.prefill.observe(facts.num_prompt_rows, seconds, step_s)
         if is_timed and drafting.controller is not None:
-            # What rows of look-ups take says nothing of the shape.
+            # What rows of look-ups take says nothing of the shape, nor does a launch that the GPU waited for.
             base_rows = facts.num_rows - facts.num_found_rows
-            found_s = costs.plain_step_s(facts.num_rows) - costs.plain_step_s(base_rows)
+            extra_s = costs.plain_step_s(facts.num_rows) - costs.plain_step_s(base_rows) + self._late_s(facts)
             drafting.controller.controller.observe_step(
-                facts.shape, facts.num_seats, seconds - found_s, num_prompt_tokens=facts.num_prompt_rows
+                facts.shape, facts.num_seats, seconds - extra_s, num_prompt_tokens=facts.num_prompt_rows
             )
+
+    def _late_s(self, facts: _Facts) -> float:
+        """Return the seconds for which the GPU had no work before a step: neither drafts nor prompts."""
+        assert self._drafting.controller is not None
+        draft_s = self._drafting.controller.controller.draft_s(facts.shape, facts.num_seats)
+        return max(facts.gap_s - draft_s - self._scheduler.prefill.seconds(facts.num_prompt_rows), 0.0)
 
     def _free_seats(self) -> None:
         """Free the seats of sequences that have ended, and forget those that wait for one."""

@@ -5,32 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
-from verifier_svc.drafters.request import NO_DRAFT, TreeBounds
+from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.scheduling.draft import Draft, merge
 from verifier_svc.scheduling.resident_seat import Seat
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.costs import DraftCosts, StepBase
 from verifier_svc.speculation.draft_round import SEND_BEHIND, LookupRound
+from verifier_svc.speculation.gap_times import GapTimes
 from verifier_svc.speculation.plan import DraftPlan
 from verifier_svc.speculation.resident_drafting import ResidentDrafting
 
-# Steps after which look-ups are tried although they do not promise what a late launch costs.
-TRY_EVERY = 16
-# Seconds between a step's end and the launch of the next one, before any was measured; the weight of a new
-# measurement, and the most times what is known that it counts as.
-FIRST_GAP_S = 5e-4
-GAP_SMOOTHING, MOST_GAP_RATIO = 0.05, 4.0
-
-
-class GapTimes:
-    """How long the GPU waits for the host where a step is launched after the last one was read."""
-
-    def __init__(self) -> None:
-        self.seconds = FIRST_GAP_S
-
-    def observe(self, seconds: float) -> None:
-        """Learn from a launch, ``seconds`` after the end of the step before."""
-        self.seconds += GAP_SMOOTHING * (min(seconds, MOST_GAP_RATIO * self.seconds) - self.seconds)
+# Steps after which look-ups are tried although they do not promise what a late launch costs: at first, and at most
+# where tries do not change that.
+TRY_EVERY, RAREST_TRY = 16, 256
 
 
 class Lookups:
@@ -64,7 +51,7 @@ class Lookups:
         # What rows ask before the next step.
         self._plans: list[DraftPlan] = []
         self._batch = 1
-        self._num_without = 0
+        self._num_without, self._try_after = 0, TRY_EVERY
 
     @property
     def are_due(self) -> bool:
@@ -78,12 +65,13 @@ class Lookups:
         most = sequence.speculation.max_draft_tokens
         return self._bounds.max_nodes if most is None else min(self._bounds.max_nodes, 1 + most)
 
-    def prepare(self, seated: Items[Sequence], joining: Items[Sequence]) -> None:
+    def prepare(self, seated: Items[Sequence], joining: Items[Sequence], prompt_s: float = 0.0) -> None:
         """Do what needs no tokens of the step in flight: send prompts, scout, and plan the look-ups of the next step.
 
         Args:
             seated: the sequences with seats.
             joining: those that wait for one.
+            prompt_s: seconds that the GPU computes prompts before the next step.
         """
         if not self._is_on:
             return
@@ -94,7 +82,7 @@ class Lookups:
         asking = [sequence for sequence in decoding if self._round.asks(sequence)]
         plans = self._round.plan([s for s in asking if not self._round.gate(s).pauses()], self._batch)
         self._plans = [plan for plan in plans if plan.awaited]
-        if not self._pay(self._plans):
+        if not self._pay(self._plans, prompt_s):
             self._plans = []
         planned = {plan.sequence for plan in self._plans}
         scouts = [plan._replace(awaited=False) for plan in plans if plan.sequence not in planned]
@@ -102,22 +90,36 @@ class Lookups:
         prompts = [sequence for sequence in joining if not sequence.is_decoding]
         self._round.send(scouts, prompts, [s for s in asking if s not in known], least=SEND_BEHIND)
 
-    def _pay(self, plans: list[DraftPlan]) -> bool:
-        """Return whether look-ups promise more than a late launch costs. It costs nothing while a model drafts."""
+    def _pay(self, plans: list[DraftPlan], prompt_s: float) -> bool:
+        """Return whether look-ups promise more than a late launch costs.
+
+        The GPU has other work before the next step, a model's drafts and ``prompt_s`` of prompts. A launch costs what
+        it is later than these.
+        """
         if not plans:
             return False
         self._num_without += 1
-        hides = self._drafting.shape != NO_DRAFT or any(plan.bounds.is_fixed for plan in plans)
-        gain = sum(self._extra_tokens(plan) for plan in plans) / self._batch
-        if hides or self._num_without >= TRY_EVERY or gain * self._costs.plain_step_s(self._batch) > self._gaps.seconds:
-            self._num_without = 0
-            return True
-        return False
+        late_s = self._gaps.seconds(self._batch) - self._drafting.draft_s(self._batch) - prompt_s
+        pays = any(plan.bounds.is_fixed for plan in plans) or self._gain_s(plans) >= late_s
+        if not pays and self._num_without < self._try_after:
+            return False
+        self._num_without = 0
+        self._try_after = TRY_EVERY if pays else min(2 * self._try_after, RAREST_TRY)
+        return True
 
-    def _extra_tokens(self, plan: DraftPlan) -> float:
-        """Return how many drafted tokens a row should have accepted."""
+    def _gain_s(self, plans: list[DraftPlan]) -> float:
+        """Return the seconds in which the batch would make the tokens that look-ups promise beyond the model's."""
+        drafting, batch = self._drafting, self._batch
+        extra = sum(max(self._tokens(plan) - drafting.expected_tokens(plan.sequence), 0.0) for plan in plans)
+        if drafting.controller is None:
+            return extra / batch * self._costs.plain_step_s(batch)
+        controller = drafting.controller.controller
+        return extra / (batch * controller.expected_tokens(drafting.shape)) * controller.step_s(drafting.shape, batch)
+
+    def _tokens(self, plan: DraftPlan) -> float:
+        """Return how many tokens a step should yield for a row by what was planned."""
         chance = self._round.gate(plan.sequence).acceptance
-        return sum(chance**level for level in range(1, plan.reach + 1))
+        return sum(chance**level for level in range(plan.reach + 1))
 
     def find(self, seats: Items[Seat | None]) -> dict[int, Draft]:
         """Look up what was planned, once all steps are read. Return the trees that the next step verifies, by seat."""
@@ -141,7 +143,7 @@ class Lookups:
 
     def observe_gap(self, seconds: float) -> None:
         """Learn how long after the end of the last step the next one was launched."""
-        self._gaps.observe(seconds)
+        self._gaps.observe(self._batch, seconds)
 
     def end(self, num_steps: int, decoding: Items[Sequence]) -> None:
         """End the run after ``num_steps`` steps, after which ``decoding`` still run."""
@@ -167,7 +169,7 @@ class Lookups:
             tokens[index] = sum(sorted(draft.path_chances(), reverse=True)[: free[-1]])
         if not drafts or all(count >= draft.tree.num_nodes for count, draft in zip(free, drafts.values(), strict=True)):
             return drafts
-        base = StepBase(num_rows, sum(tokens.values()), drafting.draft_s(len(taken)) or self._gaps.seconds)
+        base = StepBase(num_rows, sum(tokens.values()), drafting.draft_s(len(taken)) or self._gaps.seconds(len(taken)))
         counts = self._costs.best_counts(list(drafts.values()), base, free)
         best = {index: draft.best(count) for (index, draft), count in zip(drafts.items(), counts, strict=True)}
         return {index: draft for index, draft in best.items() if draft.tree.num_nodes > 1}

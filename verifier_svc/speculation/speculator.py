@@ -25,7 +25,8 @@ from verifier_svc.speculation.controllers import DrafterControllers
 from verifier_svc.speculation.costs import DraftCosts, StepCosts
 from verifier_svc.speculation.draft_round import Found, LookupRound, ModelRound
 from verifier_svc.speculation.fallbacks import Fallbacks
-from verifier_svc.speculation.lookups import GapTimes, Lookups
+from verifier_svc.speculation.gap_times import GapTimes
+from verifier_svc.speculation.lookups import Lookups
 from verifier_svc.speculation.next_trees import NextTrees
 from verifier_svc.speculation.overlap_policy import OverlapPolicy
 from verifier_svc.speculation.plan import DraftPlan

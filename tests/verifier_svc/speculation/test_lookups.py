@@ -27,9 +27,9 @@ from tests.support.runs import (
 from tests.support.scripted_drafter import Nodes, ScriptedDrafter
 from verifier_svc import overlap
 from verifier_svc.drafters.request import NO_DRAFT, Shape
-from verifier_svc.speculation import lookups
+from verifier_svc.speculation.gap_times import FIRST_GAP_S, GapTimes
 from verifier_svc.speculation.gate import LONGEST_PAUSE
-from verifier_svc.speculation.lookups import TRY_EVERY, GapTimes
+from verifier_svc.speculation.lookups import RAREST_TRY, TRY_EVERY
 
 NUM_TOKENS = 300
 MODEL, QUICK = 1, 2
@@ -199,8 +199,7 @@ def test_one_with_lookups_costs_the_others_no_draft() -> None:
 def test_useless_lookups_are_tried_now_and_then_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no model drafts, a late launch must be worth its gap for the whole batch."""
     # A gap of some of the harness's plain steps.
-    monkeypatch.setattr(lookups, "FIRST_GAP_S", 3.0)
-    monkeypatch.setattr(lookups, "GAP_SMOOTHING", 0.0)
+    monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 3.0)
     requests = [greedy(seed, 6, 150) for seed in range(1, 9)]
     play = Play(requests, range(NUM_TOKENS), with_model=False, num_steps=0)
     wrong = play.lookup
@@ -217,15 +216,48 @@ def test_useless_lookups_are_tried_now_and_then_only(monkeypatch: pytest.MonkeyP
     assert 0 < late <= play.runs.num_ahead / TRY_EVERY + 1
 
 
+@pytest.mark.parametrize("gap_s", [0.0, 1e9])
+def test_a_model_hides_a_late_launch_only_while_it_drafts(monkeypatch: pytest.MonkeyPatch, gap_s: float) -> None:
+    """Beyond its drafts, the GPU waits for the launch, and all sequences with it."""
+    monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: gap_s)
+    play = Play([request()], range(NUM_TOKENS), num_steps=0)
+    choose(play.runs, lambda step: Shape(NODES, 3, 4))
+    play.run()
+    assert play.runs.num_ordinary == 0
+    num_late = sum(count > 0 for step in play.runs.steps for count in step.num_found)
+    if gap_s:
+        assert num_late <= play.runs.num_ahead / TRY_EVERY + 1
+    else:
+        assert num_late > play.runs.num_ahead / 4
+
+
+def test_tries_that_change_nothing_grow_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 1e9)
+    play = Play([request(seed=seed) for seed in range(1, 5)], range(NUM_TOKENS), with_model=False, num_steps=0)
+    play.run()
+    (step,) = play.runs.steps
+    late = [number for number, count in enumerate(step.num_found) if count]
+    waits = [later - before for before, later in pairwise(late)]
+    assert len(waits) > 1 and waits == sorted(waits) and waits[-1] <= RAREST_TRY
+
+
 def test_the_gap_is_learnt_from_late_launches() -> None:
     gaps = GapTimes()
-    before = gaps.seconds
-    gaps.observe(before / 2)
-    assert before / 2 < gaps.seconds < before
+    gaps.observe(8, FIRST_GAP_S / 2)
+    assert FIRST_GAP_S / 2 < gaps.seconds(8) < FIRST_GAP_S
     # One that captures a graph counts as a few.
     slow = GapTimes()
-    slow.observe(10.0)
-    assert slow.seconds < 2 * before
+    slow.observe(8, 10.0)
+    assert slow.seconds(8) < 4 * FIRST_GAP_S
+
+
+def test_the_gap_of_a_batch_is_that_of_the_nearest_one_measured() -> None:
+    gaps = GapTimes()
+    for _ in range(200):
+        gaps.observe(2, 1e-3)
+        gaps.observe(200, 2e-2)
+    assert gaps.seconds(1) == gaps.seconds(2) == pytest.approx(1e-3, rel=0.01)
+    assert gaps.seconds(130) == gaps.seconds(256) == pytest.approx(2e-2, rel=0.01)
 
 
 @pytest.mark.parametrize("what", ["dies", "returns", "is detached", "abort"])
