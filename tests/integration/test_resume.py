@@ -226,6 +226,7 @@ async def test_a_verifier_that_dies_or_stops_is_replaced_and_every_answer_is_the
         resumed = await num_resumes(stack, clients.grpc_id) > 0
         # Only the rest was decoded, not the whole again.
         assert (answers["grpc"]["steps"] < expected["grpc"]["steps"]) == resumed
+        assert not resumed or stack.service("verifier").pid != verifier.pid
         while stack.service("verifier").pid == verifier.pid:
             await asyncio.sleep(0.05)
     # The drafter was attached by the new verifier.
