@@ -371,11 +371,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
 
     def _step_s(self, shape: Shape, num_seats: int) -> float:
         """Return the seconds that a step should take without prompts; 0 without seats."""
-        if not num_seats:
-            return 0.0
-        if self._drafting.controller is None:
-            return self._speculator.costs.plain_step_s(num_seats)
-        return self._drafting.controller.controller.step_s(shape, num_seats)
+        return self._drafting.step_s(shape, num_seats, self._speculator.costs) if num_seats else 0.0
 
     def _join(self) -> None:
         """Seat the sequences of which all but the last token is computed, and all is sent."""

@@ -111,10 +111,9 @@ class Lookups:
         """Return the seconds in which the batch would make the tokens that look-ups promise beyond the model's."""
         drafting, batch = self._drafting, self._batch
         extra = sum(max(self._tokens(plan) - drafting.expected_tokens(plan.sequence), 0.0) for plan in plans)
-        if drafting.controller is None:
-            return extra / batch * self._costs.plain_step_s(batch)
-        controller = drafting.controller.controller
-        return extra / (batch * controller.expected_tokens(drafting.shape)) * controller.step_s(drafting.shape, batch)
+        controller = drafting.controller
+        tokens = 1.0 if controller is None else controller.controller.expected_tokens(drafting.shape)
+        return extra / (batch * tokens) * drafting.step_s(drafting.shape, batch, self._costs)
 
     def _tokens(self, plan: DraftPlan) -> float:
         """Return how many tokens a step should yield for a row by what was planned."""

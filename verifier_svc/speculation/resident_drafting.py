@@ -15,6 +15,7 @@ from verifier_svc.scheduling.draft import DrafterShare
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.controllers import DrafterController
+from verifier_svc.speculation.costs import DraftCosts
 
 # The row of DraftRequest.starts that says where each row's blocks begin.
 _BLOCKS = list(RAGGED_COLUMNS).index("block_ids")
@@ -174,6 +175,12 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         if self.shape == NO_DRAFT or self.controller is None:
             return 0.0
         return self.controller.controller.draft_s(self.shape, batch)
+
+    def step_s(self, shape: Shape, batch: int, costs: DraftCosts) -> float:
+        """Return the seconds that a step of ``batch`` sequences should take without prompts."""
+        if self.controller is None:
+            return costs.plain_step_s(batch)
+        return self.controller.controller.step_s(shape, batch)
 
     # What the drafter is sent.
 
