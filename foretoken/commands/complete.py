@@ -67,6 +67,7 @@ class _Summary:
     num_tokens: int = 0
     first_at: float | None = None
     last_at: float = 0.0
+    server_speed: float | None = None
     speculation: dict[str, Any] = field(default_factory=dict)
 
     def add(self, chunk: dict[str, Any], now: float) -> None:
@@ -74,14 +75,16 @@ class _Summary:
             self.first_at = now if self.first_at is None else self.first_at
             self.last_at = now
         self.num_tokens = (chunk.get("usage") or {}).get("completion_tokens", self.num_tokens)
-        self.speculation = (chunk.get("metrics") or {}).get("speculative_decoding") or self.speculation
+        metrics = chunk.get("metrics") or {}
+        self.server_speed = metrics.get("tokens_per_second", self.server_speed)
+        self.speculation = metrics.get("speculative_decoding") or self.speculation
 
     def line(self) -> str:
         """Return the summary; speed is (tokens - 1) / (time of last token - time of first)."""
         parts = [f"{self.num_tokens} tokens"]
-        # The tokens of a short text arrive together: their times do not show the server's speed.
-        if self.first_at is not None and self.last_at > self.first_at and self.num_tokens >= LEAST_TIMED_TOKENS:
-            parts.append(f"{(self.num_tokens - 1) / (self.last_at - self.first_at):.1f} tok/s")
+        speed = self._speed()
+        if speed is not None:
+            parts.append(f"{speed:.1f} tok/s")
         drafted = self.speculation.get("num_draft_tokens", 0)
         accepted = self.speculation.get("num_accepted_draft_tokens", 0)
         if drafted:
@@ -90,6 +93,17 @@ class _Summary:
         else:
             parts.append("nothing drafted")
         return ", ".join(parts)
+
+    def _speed(self) -> float | None:
+        # The tokens of a short text arrive together: their times do not show the server's speed.
+        if self.num_tokens < LEAST_TIMED_TOKENS:
+            return None
+        # A terminal that takes text slowly makes the chunks look closer together than they were sent.
+        if self.server_speed is not None:
+            return self.server_speed
+        if self.first_at is None or self.last_at <= self.first_at:
+            return None
+        return (self.num_tokens - 1) / (self.last_at - self.first_at)
 
 
 def complete(url: str, options: CompletionOptions, *, write: Callable[[str], None], colour: bool) -> str:

@@ -272,3 +272,11 @@ def test_a_few_tokens_have_no_speed() -> None:
         summary.add(chunk(["a"], [0]), 1.0)
         summary.add(chunk(["b"], [0]) | {"usage": {"completion_tokens": num_tokens}}, 2.0)
         assert (f"{num_tokens - 1}.0 tok/s" in summary.line()) == is_shown
+
+
+def test_the_speed_is_the_servers_however_late_chunks_are_read() -> None:
+    summary = _Summary()
+    summary.add(chunk(["a"], [0]), 1.0)
+    summary.add(chunk(["b"], [0]), 1.0001)
+    summary.add({"usage": {"completion_tokens": 64}, "metrics": {"tokens_per_second": 700.5}}, 1.0002)
+    assert "64 tokens, 700.5 tok/s" in summary.line()
