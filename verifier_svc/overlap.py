@@ -511,7 +511,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
         """Return the seconds for which the GPU had no work before a step: neither drafts nor prompts."""
         assert self._drafting.controller is not None
         draft_s = self._drafting.controller.controller.draft_s(facts.shape, facts.num_seats)
-        return max(facts.gap_s - draft_s - self._scheduler.prefill.seconds(facts.num_prompt_rows), 0.0)
+        return max(facts.gap_s - max(draft_s, self._scheduler.prefill.seconds(facts.num_prompt_rows)), 0.0)
 
     def _free_seats(self) -> None:
         """Free the seats of sequences that have ended, and forget those that wait for one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 from foretoken.drafting import DrafterNeeds
@@ -12,6 +13,9 @@ from verifier_svc.scheduling.sequence import Sequence
 # A model that gets more new tokens than this must first write their KV entries. Nobody waits for that: rows decode
 # plainly until it has.
 CATCH_UP_TOKENS = 48
+# Most new tokens of a request to a drafter without a model. It may learn them on the engine's thread, some microseconds
+# each, and all streams wait for that.
+MOST_LEARNT = 2048
 
 
 class SentTokens:
@@ -20,6 +24,8 @@ class SentTokens:
     def __init__(self, needs: DrafterNeeds, block_size: int) -> None:
         self._needs = needs
         self.block_size = block_size
+        # Of one request.
+        self.most_new_tokens = sys.maxsize if needs.blocks or needs.features else MOST_LEARNT
         # By batch slot: the generation of the sequence in it, and how many of its tokens were sent.
         self._lengths: dict[int, tuple[int, int]] = {}
 
@@ -32,12 +38,17 @@ class SentTokens:
         """Record that the first ``length`` tokens of a sequence were sent."""
         self._lengths[slot] = generation, length
 
-    def row(self, sequence: Sequence, shape: Shape, *, awaited: bool, captured: tuple[int, ...]) -> Row | None:
+    def row(
+        self, sequence: Sequence, shape: Shape, *, awaited: bool, captured: tuple[int, ...], most: int = sys.maxsize
+    ) -> Row | None:
         """Return the row that sends what is new of a sequence, or None if nothing is.
 
-        ``captured``: the layers whose hidden states the target captures.
+        Args:
+            captured: the layers whose hidden states the target captures.
+            most: new tokens to send.
         """
-        sent, length = self.length(sequence), self._sendable(sequence)
+        sent = self.length(sequence)
+        length = min(self._sendable(sequence), sent + most)
         if sent > length or (sent == length and shape.nodes == 1):
             return None
         # No draft follows a root that cannot be sent yet.
@@ -60,7 +71,7 @@ class SentTokens:
         """Return the last row of a sequence that is about to end, or None if nothing was ever sent of it."""
         if self.length(sequence) == 0:
             return None
-        row = self.row(sequence, NO_DRAFT, awaited=False, captured=captured)
+        row = self.row(sequence, NO_DRAFT, awaited=False, captured=captured, most=self.most_new_tokens)
         if row is None:
             length = len(sequence.tokens)
             row = Row(sequence, sequence.slot, sequence.generation, length, [], [], [], (), NO_DRAFT, False)

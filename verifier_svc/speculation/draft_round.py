@@ -96,14 +96,23 @@ class DraftRound(ABC):
         """Return the gate of a row, which knows what these drafters make one expect."""
         return self.gate(sequence)
 
-    def rows_to_send(self, drafter: DrafterHandle, attachment: Attachment, sequences: Seq[Sequence]) -> list[Row]:
-        """Return the rows that send a drafter what is new of sequences, and ask for nothing."""
+    def rows_to_send(
+        self, drafter: DrafterHandle, attachment: Attachment, sequences: Seq[Sequence], others: Seq[Row] = ()
+    ) -> list[Row]:
+        """Return the rows that send a drafter what is new of sequences, and ask for nothing.
+
+        ``others``: the other rows of the request.
+        """
         rows = []
+        room = attachment.sent.most_new_tokens - sum(len(row.new_tokens) for row in others)
         for sequence in sequences:
+            if room <= 0:
+                break
             if drafter in self._routing.of(sequence):
-                row = attachment.sent.row(sequence, NO_DRAFT, awaited=False, captured=self._capture.layers)
+                row = attachment.sent.row(sequence, NO_DRAFT, awaited=False, captured=self._capture.layers, most=room)
                 if row is not None:
                     rows.append(row)
+                    room -= len(row.new_tokens)
         return rows
 
     def rows_to_draft(
@@ -111,15 +120,21 @@ class DraftRound(ABC):
     ) -> list[Row]:
         """Return the rows that ask a drafter for what was planned. ``max_depth``: most edges from a root."""
         rows = []
+        room = attachment.sent.most_new_tokens
         for plan in plans:
+            if room <= 0:
+                break
             if drafter in plan.drafters:
                 shape = plan.bounds.of_row(self.has_model, plan.reach, plan.most)
                 if max_depth is not None:
                     shape = shape._replace(depth=min(shape.depth, max_depth))
                 awaited = plan.awaited and attachment.can_afford_wait()
-                row = attachment.sent.row(plan.sequence, shape, awaited=awaited, captured=self._capture.layers)
+                row = attachment.sent.row(
+                    plan.sequence, shape, awaited=awaited, captured=self._capture.layers, most=room
+                )
                 if row is not None:
                     rows.append(row)
+                    room -= len(row.new_tokens)
         return rows
 
     def collect(self, attachment: Attachment, found: Found) -> None:
@@ -154,8 +169,8 @@ class LookupRound(DraftRound):
         """
         for drafter, attachment in self.attached():
             behind = [s for s in others if len(s.tokens) - attachment.sent.length(s) >= least]
-            rows = self.rows_to_send(drafter, attachment, [*prompts, *behind])
-            attachment.post(rows + self.rows_to_draft(drafter, attachment, plans))
+            drafted = self.rows_to_draft(drafter, attachment, plans)
+            attachment.post(self.rows_to_send(drafter, attachment, [*behind, *prompts], drafted) + drafted)
             attachment.collect(self._worth_s)
 
     def run(self, plans: list[DraftPlan], *, max_depth: int | None = None) -> Found:

@@ -93,13 +93,13 @@ class Lookups:
     def _pay(self, plans: list[DraftPlan], prompt_s: float) -> bool:
         """Return whether look-ups promise more than a late launch costs.
 
-        The GPU has other work before the next step, a model's drafts and ``prompt_s`` of prompts. A launch costs what
-        it is later than these.
+        The GPU has other work before the next step: a model's drafts, and beside them ``prompt_s`` of prompts. A launch
+        costs what it is later than these.
         """
         if not plans:
             return False
         self._num_without += 1
-        late_s = self._gaps.seconds(self._batch) - self._drafting.draft_s(self._batch) - prompt_s
+        late_s = self._gaps.seconds(self._batch) - max(self._drafting.draft_s(self._batch), prompt_s)
         pays = any(plan.bounds.is_fixed for plan in plans) or self._gain_s(plans) >= late_s
         if not pays and self._num_without < self._try_after:
             return False

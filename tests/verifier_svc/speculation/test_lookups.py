@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from foretoken.drafting import DraftRequest, TargetInfo
+from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.engine_harness import Request, Result, TestSource
 from tests.support.runs import (
@@ -26,6 +26,7 @@ from tests.support.runs import (
 )
 from tests.support.scripted_drafter import Nodes, ScriptedDrafter
 from verifier_svc import overlap
+from verifier_svc.drafters import sent_tokens
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.speculation.gap_times import FIRST_GAP_S, GapTimes
 from verifier_svc.speculation.gate import LONGEST_PAUSE
@@ -42,12 +43,18 @@ class Knowing(ScriptedDrafter):
     Attributes:
         asked: the places of the output that it was asked for.
         learnt: the texts that it was sent, by batch slot and generation.
+        num_new: the new tokens of each request.
     """
 
     def __init__(self, known: Container[int], texts: Sequence[tuple[list[int], list[int]]]) -> None:
         super().__init__({})
         self._known, self._texts = known, texts
         self.asked: list[int] = []
+        self.num_new: list[int] = []
+
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        self.num_new.append(len(request.new_tokens))
+        return super().draft(request)
 
     @property
     def learnt(self) -> list[list[int]]:
@@ -229,6 +236,20 @@ def test_a_model_hides_a_late_launch_only_while_it_drafts(monkeypatch: pytest.Mo
         assert num_late <= play.runs.num_ahead / TRY_EVERY + 1
     else:
         assert num_late > play.runs.num_ahead / 4
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+def test_many_prompts_at_once_are_learnt_in_pieces(monkeypatch: pytest.MonkeyPatch, with_model: bool) -> None:
+    """A look-up drafter may learn on the engine's thread: no step may wait until it has learnt all prompts."""
+    most = 2 * BLOCK + 1
+    monkeypatch.setattr(sent_tokens, "MOST_LEARNT", most)
+    requests = [greedy(seed, 10 * BLOCK, NUM_TOKENS) for seed in range(1, 4)]
+    play = Play(requests, range(NUM_TOKENS), with_model=with_model, num_steps=0)
+    play.run()
+    # The last tokens of ended sequences come on top.
+    assert most <= max(play.lookup.num_new) < 2 * most
+    for one, expected in zip(requests, play.expected, strict=True):
+        assert [*one.prompt, *expected.token_ids] in play.lookup.learnt
 
 
 def test_tries_that_change_nothing_grow_rare(monkeypatch: pytest.MonkeyPatch) -> None:
