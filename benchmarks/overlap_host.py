@@ -1,10 +1,11 @@
 """Time the host's work for each sequence in overlapped steps, with a target that costs nothing.
 
-    python -m benchmarks.overlap_host [--batch 64 256] [--nodes 1 4] [--steps 400] [--profile]
+    python -m benchmarks.overlap_host [--batch 64 256] [--nodes 1 4] [--ngram] [--steps 400] [--profile]
 
 It prints microseconds a sequence and step, by phase. Steps return ready-made results, a drafter
 takes its requests and does nothing, and nobody reads the events. ``--nodes``: of each tree, with
-its root; 1: no drafter.
+its root; 1: no drafter. ``--ngram``: an n-gram drafter looks texts up besides; prompts and outputs
+are then pieces of the standard library's source code.
 """
 
 from __future__ import annotations
@@ -21,12 +22,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
-from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest
+from benchmarks.environment import ROOT
+from benchmarks.prompts import code_prompts
+from drafter_svc.ngram.drafter import NgramDrafter
+from drafter_svc.ngram.settings import NgramSettings
+from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.models.batch import ForwardBatch
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from verifier_svc.drafters.attachment import AttachmentSettings
+from verifier_svc.drafters.in_process import InProcessClient
 from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.engine_counters import EngineCounters
 from verifier_svc.lifecycle import Lifecycle, SequenceBounds
@@ -44,11 +52,12 @@ from verifier_svc.speculation.costs import StepCosts
 from verifier_svc.speculation.speculator import Speculator
 
 VOCAB, BLOCK, PROMPT = 128_000, 16, 128
-PHASES = ("plan", "draft_post", "prefill", "launch", "commit")
+EPOCH = 1
+PHASES = ("plan", "draft_post", "prefill", "lookup", "launch", "commit")
 # Steps before the measured ones.
 WARM_STEPS = 20
 # Different results of a step.
-NUM_RESULTS = 16
+NUM_RESULTS = 64
 
 
 class FreeStep:
@@ -58,7 +67,7 @@ class FreeStep:
         self.memory, self._results, self._outbox = memory, results, outbox
         self.number = 0
         self.seats: list[Seat | None] = []
-        self._in_flight: deque[tuple[Seat | None, ...]] = deque()
+        self._in_flight: deque[tuple[tuple[Seat | None, ...], Mapping[int, Draft]]] = deque()
 
     @property
     def num_in_flight(self) -> int:
@@ -111,7 +120,7 @@ class FreeStep:
 
     def launch(self, *, is_drafted: bool, found: Mapping[int, Draft]) -> None:
         self.number += 1
-        self._in_flight.append(tuple(self.seats))
+        self._in_flight.append((tuple(self.seats), found))
 
     def release(self) -> None:
         """Wait for nobody."""
@@ -124,11 +133,15 @@ class FreeStep:
         """Results are there."""
 
     def receive(self) -> list[SeatResult]:
-        taken = [(index, seat) for index, seat in enumerate(self._in_flight.popleft()) if seat is not None]
-        found = self._results[self.number % len(self._results)]
-        walks = walk_results(found, [(index, seat.number) for index, seat in taken])
-        num_nodes = found["num_nodes"].tolist()
-        return [SeatResult(seat, walk, num_nodes[index]) for (index, seat), walk in zip(taken, walks, strict=True)]
+        seats, drafts = self._in_flight.popleft()
+        taken = [(index, seat) for index, seat in enumerate(seats) if seat is not None]
+        results = self._results[self.number % len(self._results)]
+        walks = walk_results(results, [(index, seat.number) for index, seat in taken])
+        num_nodes = results["num_nodes"].tolist()
+        return [
+            SeatResult(seat, walk, num_nodes[index], drafts.get(index))
+            for (index, seat), walk in zip(taken, walks, strict=True)
+        ]
 
 
 class SilentDrafter:
@@ -200,15 +213,34 @@ class StopAfter:
             self.seconds = {name: after.get(name, 0.0) - self._before.get(name, 0.0) for name in PHASES}
 
 
-def ready_results(batch: int, nodes: int) -> list[dict[str, np.ndarray]]:
-    """Return what the device finds in a few steps, each seat with a chain of ``nodes`` nodes."""
+def source_code() -> NDArray[np.int32]:
+    """Return tokens of the standard library's source code."""
+    tokenizer = Tokenizer.from_file(str(ROOT / "models" / "demo" / "target" / "tokenizer.json"))
+    return np.array([token for prompt in code_prompts(tokenizer, 256) for token in prompt.token_ids], np.int32)
+
+
+def ngram_source(batch: int, length: int, nodes: int) -> InProcessClient:
+    """Return an n-gram drafter in this process."""
+    target = TargetInfo(checkpoint_hash="", vocab_size=VOCAB, max_model_len=length, max_slots=batch, max_nodes=nodes)
+    return InProcessClient("ngram", NgramDrafter(NgramSettings()), target, EPOCH)
+
+
+def ready_results(batch: int, nodes: int, text: NDArray[np.int32] | None) -> list[dict[str, np.ndarray]]:
+    """Return what the device finds in a few steps, each seat with a chain of ``nodes`` nodes.
+
+    Tokens are pieces of ``text``, or else random.
+    """
     draw = np.random.default_rng(1)
     results = []
     for _ in range(NUM_RESULTS):
         matched = draw.integers(0, nodes, batch).astype(np.int32)
+        if text is None:
+            tokens = draw.integers(0, VOCAB, (batch, nodes)).astype(np.int32)
+        else:
+            tokens = text[draw.integers(0, len(text) - nodes, batch)[:, None] + np.arange(nodes)]
         results.append(
             {
-                "tokens": draw.integers(0, VOCAB, (batch, nodes)).astype(np.int32),
+                "tokens": tokens,
                 "accepted": np.tile(np.arange(1, nodes + 1, dtype=np.int32), (batch, 1)),
                 "num_walked": matched + 1,
                 "num_tokens": matched + 1,
@@ -221,8 +253,10 @@ def ready_results(batch: int, nodes: int) -> list[dict[str, np.ndarray]]:
     return results
 
 
-def measure(batch: int, nodes: int, num_steps: int, profile: cProfile.Profile | None) -> dict[str, float]:
-    """Return the seconds of ``num_steps`` steps by phase."""
+def measure(
+    batch: int, nodes: int, num_steps: int, profile: cProfile.Profile | None, text: NDArray[np.int32] | None
+) -> dict[str, float]:
+    """Return the seconds of ``num_steps`` steps by phase. With ``text``, an n-gram drafter looks it up."""
     output = nodes * (WARM_STEPS + num_steps + 8)
     length = PROMPT + output + nodes + 1
     blocks = BlockManager(batch * (length // BLOCK + 8), BLOCK)
@@ -230,10 +264,12 @@ def measure(batch: int, nodes: int, num_steps: int, profile: cProfile.Profile | 
     layout = ResidentLayout(batch, nodes, nodes, 1, torch.float32, batch * PROMPT)
     memory = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)
     sources: list[Any] = [SilentDrafter(memory)] if nodes > 1 else []
+    if text is not None:
+        sources.append(ngram_source(batch, length, max(nodes, 8)))
     speculator = Speculator(
         sources,
         StepCosts({1: 1e-3, batch * nodes: 1.01e-3}),
-        AttachmentSettings(1, VOCAB, BLOCK, 60.0),
+        AttachmentSettings(EPOCH, VOCAB, BLOCK, 60.0),
         TreeBounds(max(nodes, 2), max(nodes - 1, 1), 1),
         max_batch_size=0,
     )
@@ -243,13 +279,17 @@ def measure(batch: int, nodes: int, num_steps: int, profile: cProfile.Profile | 
     session = lifecycle.sessions.open(outbox)
     draw = random.Random(1)
     for index in range(batch):
-        prompt = tuple(draw.randrange(VOCAB) for _ in range(PROMPT))
+        if text is None:
+            prompt = tuple(draw.randrange(VOCAB) for _ in range(PROMPT))
+        else:
+            start = draw.randrange(len(text) - PROMPT)
+            prompt = tuple(text[start : start + PROMPT].tolist())
         sampling = SamplingParams(temperature=0.0, max_tokens=output)
         key = SequenceKey(session, f"request-{index:027}", 0)
         lifecycle.handle(
             Submit(key, 0, prompt, (), sampling, speculation=SpeculationOptions(), cache_salt=None, deadline=None), 0.0
         )
-    step = FreeStep(memory, ready_results(batch, nodes), outbox)
+    step = FreeStep(memory, ready_results(batch, nodes, text), outbox)
     speculator.capture(scheduler.running)
     ahead = RunAhead(lambda memory, order: step, step, timeout_s=60.0)  # type: ignore[arg-type, return-value]
     messages = StopAfter(step, counters, num_steps)
@@ -263,14 +303,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--ngram", action="store_true", help="look n-grams up besides")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="print the functions that take the time")
     args = parser.parse_args()
+    text = source_code() if args.ngram else None
     for batch in args.batch:
         for nodes in args.nodes:
             profile = cProfile.Profile(time.thread_time) if args.profile else None
-            rounds = [measure(batch, nodes, args.steps, profile) for _ in range(args.repeats)]
+            rounds = [measure(batch, nodes, args.steps, profile, text) for _ in range(args.repeats)]
             scale = 1e6 / args.steps / batch
             best = {name: min(each[name] for each in rounds) * scale for name in PHASES}
             parts = " ".join(f"{name} {best[name]:.2f}" for name in PHASES)
