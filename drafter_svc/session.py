@@ -76,7 +76,8 @@ class Session:
         self.peer = peer
         self.attachment = Attachment(epoch, target, needs, "grpc" if peer is None else "shared-memory")
         self._rounds = RoundCounts(target.max_slots) if self._counts_rounds else None
-        logger.info("attached over %s: epoch %d, %s", self.attachment.transport, epoch, target)
+        logger.info("attached over %s: epoch %d", self.attachment.transport, epoch)
+        logger.debug("the target: %s", target)
         return self.attachment, self.drafter.algorithm, b"" if peer is None else peer.digest
 
     def detach(self, attachment: Attachment, reason: str) -> None:

@@ -142,6 +142,12 @@ def check_port_free(host: str, port: int, flag: str, variable: str) -> None:
         raise ConfigError(f"--host: cannot listen on {host}: {problems[0]}")
 
 
+def _pip(program: str) -> str:
+    """Return pip as it is to be typed for the Python of ``program``, foretoken as the user typed it."""
+    folder, _, name = program.rpartition("/")
+    return f"{folder}/pip" if folder and name == "foretoken" else "pip"
+
+
 def ready_text(
     model: str,
     host: str,
@@ -174,7 +180,7 @@ In another terminal:{lines}
 
   curl -N {url}/v1/completions{key_header} -H 'content-type: application/json' -d {shlex.quote(body)}
 
-In Python (pip install openai):
+In Python ({_pip(program)} install openai):
   {imports}from openai import OpenAI
   client = OpenAI(base_url="{url}/v1", api_key={client_key})
   for chunk in client.completions.create({fields}):

@@ -10,6 +10,8 @@ from foretoken.bench.measures import percentile, ttft_s
 
 # From this CPU share on, a client process may be what limits the load.
 CLIENT_LIMIT = 0.8
+# Below this CPU share, a client process is not what makes its event loop late.
+BUSY_CLIENT = 0.5
 # From this share of the median time to the first token on, a late event loop spoils the times ...
 LAG_LIMIT = 0.1
 # ... but timers have milliseconds, and a lag of that size says nothing.
@@ -37,7 +39,10 @@ def limits(load: Load) -> list[str]:
         signs.append(f"a client process took {load.busiest:.0%} of a core")
     lag = percentile(load.lags, 0.99)
     if lag > _lag_limit(load):
-        signs.append(f"a client's event loop was {1e3 * lag:.1f} ms late (p99)")
+        late = f"a client's event loop was {1e3 * lag:.1f} ms late (p99)"
+        if load.busiest < BUSY_CLIENT:
+            late += ", though it was hardly busy: other programs, perhaps the server, held this machine's cores"
+        signs.append(late)
     return signs
 
 

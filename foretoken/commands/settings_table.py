@@ -18,7 +18,7 @@ in the file. `foretoken tune` takes the settings of `serve`, too.
 `--speculative-num-st 3`. Keys of a file are written in full.
 
 ```yaml
-model: models/demo/target
+model: /absolute/path/of/a/model   # or a hub id, or demo
 port: 8080
 drafter:
   - name=a,algorithm=NGRAM

@@ -105,7 +105,18 @@ def test_ready_text_holds_requests_to_copy() -> None:
         "--url",
         "http://127.0.0.1:9000",
     ]
-    compile("\n".join(line[2:] for line in text.partition("In Python:\n")[2].splitlines()), "example", "exec")
+    _, heading, lines = text.partition("In Python (.venv/bin/pip install openai):\n")
+    assert heading
+    compile("\n".join(line[2:] for line in lines.splitlines()), "example", "exec")
+
+
+def test_ready_text_names_pip_of_the_same_python() -> None:
+    texts = {
+        program: stack.ready_text("demo", "127.0.0.1", 8000, 50051, program)
+        for program in ("foretoken", "/opt/env/bin/foretoken", "python -m foretoken")
+    }
+    assert "(pip install openai)" in texts["foretoken"] and "(pip install openai)" in texts["python -m foretoken"]
+    assert "(/opt/env/bin/pip install openai)" in texts["/opt/env/bin/foretoken"]
 
 
 @pytest.fixture(name="patient")
