@@ -1,4 +1,7 @@
-"""What steps cost: a plain one by its rows, and one with drafts, which adds waits for drafters and other work."""
+"""What steps cost: a plain one by its rows, and one with drafts, which adds waits for drafters and other work.
+
+For ordinary steps and look-ups. The controller of overlapped steps has its own estimates: ``shape_costs.py``.
+"""
 
 from __future__ import annotations
 
