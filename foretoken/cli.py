@@ -306,6 +306,7 @@ def _run(services: list[Service], announce_ready: Callable[[], None]) -> int:
         on_ready=announce_ready,
         announce=say,
         stop_notice=stack.STOP_NOTICE,
+        stop_again_notice=stack.STOP_AGAIN_NOTICE,
         slow_notice=stack.SLOW_NOTICE,
     )
     return asyncio.run(supervisor.run())
@@ -373,6 +374,8 @@ def _gateway(settings: GatewaySettings, log_level: str, folder: Path) -> tuple[S
             needs_key=settings.needs_key,
         )
         print(text, flush=True)
+        if settings.api_keys and os.environ.get(stack.KEY_VARIABLE):
+            say(f"clients need the key in {stack.KEY_VARIABLE}, which is set here; unset it to serve without that key")
 
     service = stack.gateway(command, probe, to_environment(settings), reloads=settings.is_reloadable)
     return service, announce_ready

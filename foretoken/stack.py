@@ -41,7 +41,8 @@ SLOW_NOTICE = "; the first start on a machine compiles kernels, which may take s
 # The environment variables from which clients read their key, and the file of roots that they trust.
 KEY_VARIABLE = "FORETOKEN_API_KEY"
 CA_VARIABLE = "SSL_CERT_FILE"
-STOP_NOTICE = "stopping after running streams have finished; Ctrl-C again stops at once"
+STOP_NOTICE = "stopping after running streams have finished"
+STOP_AGAIN_NOTICE = "Ctrl-C again stops at once"
 _EXAMPLE_PROMPT = "def read_json(path):\n"
 
 
@@ -168,7 +169,7 @@ def ready_text(
     fields = f"model={model!r}, prompt={_EXAMPLE_PROMPT!r}, max_tokens=64, temperature=0, stream=True"
     option = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
     key_header = f' -H "authorization: Bearer ${KEY_VARIABLE}"' if needs_key else ""
-    imports, client_key = ("import os\n  ", f'os.environ["{KEY_VARIABLE}"]') if needs_key else ("", '"none"')
+    imports, client_key = ("import os\n", f'os.environ["{KEY_VARIABLE}"]') if needs_key else ("", '"none"')
     # A certificate that no public authority has signed is its own root.
     exports = {CA_VARIABLE: certfile and shlex.quote(str(certfile)), KEY_VARIABLE: needs_key and "YOUR_KEY"}
     lines = "".join(f"\n  export {name}={value}" for name, value in exports.items() if value)
@@ -181,8 +182,9 @@ In another terminal:{lines}
   curl -N {url}/v1/completions{key_header} -H 'content-type: application/json' -d {shlex.quote(body)}
 
 In Python ({_pip(program)} install openai):
-  {imports}from openai import OpenAI
-  client = OpenAI(base_url="{url}/v1", api_key={client_key})
-  for chunk in client.completions.create({fields}):
-      print(*(choice.text for choice in chunk.choices), end="", flush=True)
+
+{imports}from openai import OpenAI
+client = OpenAI(base_url="{url}/v1", api_key={client_key})
+for chunk in client.completions.create({fields}):
+    print(*(choice.text for choice in chunk.choices), end="", flush=True)
 """

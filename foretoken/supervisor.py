@@ -203,16 +203,19 @@ class Supervisor:
         on_ready: Callable[[], None],
         announce: Callable[[str], None],
         stop_notice: str = "",
+        stop_again_notice: str = "",
         slow_notice: str = "",
         stops_together: bool = False,
     ) -> None:
         """``on_ready`` is called once; ``announce`` gets a line for each event.
 
-        ``stop_notice`` is announced at a stop signal; ``slow_notice`` follows the names of services
+        ``stop_notice`` is announced at a stop signal, with ``stop_again_notice`` behind it if the user
+        gave that at a terminal (SIGINT); ``slow_notice`` follows the names of services
         that a long start waits for. OSErrors of both functions are ignored: services outlive the
         terminal or pipe that reads the lines.
         """
         self._stop_notice, self._slow_notice = stop_notice, slow_notice
+        self._stop_again_notice = stop_again_notice
         self._stops_together = stops_together
         self._watches = [_Watch(service) for service in services]
         self._on_ready = _without_os_errors(on_ready)
@@ -279,7 +282,8 @@ class Supervisor:
     def _on_stop_signal(self, number: signal.Signals) -> None:
         if not self._stopping.is_set():
             if self._stop_notice:
-                self._announce(self._stop_notice)
+                by_user = number == signal.SIGINT and self._stop_again_notice
+                self._announce(f"{self._stop_notice}; {self._stop_again_notice}" if by_user else self._stop_notice)
             self._stopping.set()
         elif number == signal.SIGINT:
             # Only the user sends a second SIGINT; make and shells may send a second SIGTERM.

@@ -11,6 +11,7 @@ from foretoken.errors import ForetokenError
 from foretoken.models.checkpoint_files import find_files, tensor_headers
 
 _GIB = 2**30
+_MIB = 2**20
 # What a target's folder must have besides weights.
 OF_TARGET = ("config.json", "tokenizer.json")
 OF_HEAD = ("config.json",)
@@ -34,6 +35,7 @@ def check_model_files(
         tensors = tensor_headers(folder)
     except ForetokenError as error:
         return fault(check, " ".join(error.message.split()), "download or copy the checkpoint again")
-    size_gib = sum(path.stat().st_size for path in weights) / _GIB
+    size = sum(path.stat().st_size for path in weights)
+    shown = f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / _MIB:.1f} MiB"
     files = "1 file" if len(weights) == 1 else f"{len(weights)} files"
-    return ok(check, f"{folder}: {len(tensors)} tensors in {files}, {size_gib:.2f} GiB")
+    return ok(check, f"{folder}: {len(tensors)} tensors in {files}, {shown}")

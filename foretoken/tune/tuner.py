@@ -71,6 +71,11 @@ class Tuner:
         """Rounds that the full grid takes."""
         return len(self._candidates) * self._settings.num_rounds * len(self._settings.batches)
 
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that the search takes, without those that compare its winners."""
+        return len(self._settings.batches) * sum(rung.num_candidates * rung.num_rounds for rung in self._rungs)
+
     def run(self) -> Findings:
         """Measure everything; an interrupt (Ctrl-C) ends it with what is known."""
         began = time.monotonic()
@@ -138,7 +143,8 @@ class Tuner:
         now = time.monotonic()
         if now - self._said_at > PROGRESS_S:
             self._said_at = now
-            self._say(f"{self.findings.num_rounds + 1} rounds done; {candidate.name}: {rate:.0f} tok/s")
+            done, count = self.findings.num_rounds + 1, self.num_rounds
+            self._say(f"{done} of about {count} rounds done; {candidate.name}: {rate:.0f} tok/s")
 
 
 def plan_of(settings: TuneSettings, candidates: Sequence[Candidate]) -> tuple[Rung, ...]:

@@ -59,7 +59,13 @@ def given_keys(secrets: Sequence[str]) -> list[ApiKey]:
 
 
 def all_keys(given: list[ApiKey], path: Path | None) -> list[ApiKey]:
-    """Return the given keys and the file's. Raises ConfigError for a bad file or a doubled key."""
-    keys = given + (read_keys(path) if path is not None else [])
+    """Return the given keys and the file's. Raises ConfigError for a bad file or a doubled key.
+
+    A given key that the file has too is the file's, with its name and limits: clients read their key from the variable
+    that gives one to a server.
+    """
+    in_file = read_keys(path) if path is not None else []
+    digests = {key.digest for key in in_file}
+    keys = [key for key in given if key.digest not in digests] + in_file
     check_distinct(keys, "--api-key" if path is None else f"--api-key and --api-key-file: {path}")
     return keys

@@ -107,7 +107,7 @@ def test_ready_text_holds_requests_to_copy() -> None:
     ]
     _, heading, lines = text.partition("In Python (.venv/bin/pip install openai):\n")
     assert heading
-    compile("\n".join(line[2:] for line in lines.splitlines()), "example", "exec")
+    compile(lines, "example", "exec")
 
 
 def test_ready_text_names_pip_of_the_same_python() -> None:

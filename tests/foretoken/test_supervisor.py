@@ -257,6 +257,8 @@ def test_a_second_sigterm_changes_nothing(start: Start) -> None:
     assert driver.wait() == 0
     assert driver.log == ["second SIGTERM", "first SIGTERM"]
     assert "stopping at once" not in driver.lines
+    # No user is there to press Ctrl-C again.
+    assert "stopping" in driver.lines
     assert_gone(second)
 
 
@@ -274,7 +276,7 @@ def test_a_second_sigint_kills_at_once(start: Start) -> None:
     driver.read_until("READY")
     children = [driver.child(name) for name in ("first", "second")]
     driver.process.send_signal(signal.SIGINT)
-    driver.read_until("stopping")
+    driver.read_until("stopping; again: at once")
     driver.process.send_signal(signal.SIGINT)
     assert driver.wait() == 0
     assert_gone(*children)

@@ -106,8 +106,7 @@ def test_the_printed_curl_streams(stack: Stack) -> None:
 def test_the_printed_client_example_runs(stack: Stack) -> None:
     _, heading, lines = stack.ready_text.partition("pip install openai):\n")
     assert heading
-    code = "\n".join(line.removeprefix("  ") for line in lines.splitlines())
-    result = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", lines], env=ENVIRONMENT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout
 

@@ -114,6 +114,7 @@ def main() -> int:
         on_ready=lambda: say("READY"),
         announce=say,
         stop_notice="stopping",
+        stop_again_notice="again: at once",
         slow_notice=" for long",
         stops_together=together,
     ).run

@@ -7,7 +7,6 @@ import pytest
 from foretoken.bench.bottleneck import client_figures, limits
 from foretoken.bench.load import Answer, Load
 
-
 OTHERS = ", though it was hardly busy: other programs, perhaps the server, held this machine's cores"
 
 
