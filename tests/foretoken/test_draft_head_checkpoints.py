@@ -136,7 +136,9 @@ def test_16_bit_files_give_the_bits_of_their_wide_copies(
     assert (bytes_narrow < load(eagle3, target).num_bytes) == (which != "target")
 
 
-@pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.05), (torch.float16, 0.002)])
+@pytest.mark.parametrize(
+    ("dtype", "share"), [pytest.param(torch.bfloat16, 0.05, marks=pytest.mark.slow), (torch.float16, 0.002)]
+)
 def test_a_16_bit_head_is_near_its_float32_self(target: Path, eagle3: Path, dtype: torch.dtype, share: float) -> None:
     expected = extended(load(eagle3, target))[1]
     found = extended(load(eagle3, target, dtype=dtype))[1]

@@ -59,9 +59,8 @@ def check(
         assert sum(drafter.counters.num_accepted_tokens for drafter in harness.speculator.drafters) > 0
 
 
-@pytest.mark.parametrize(
-    "kind", ["EAGLE3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("STANDALONE", "NGRAM"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE", "NGRAM"])
 def test_a_short_text_is_that_of_the_cpu(targets: Targets, kind: str, device: str) -> None:
     target = targets[KINDS[kind][0]]
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=6, presence_penalty=0.1, logprobs=1)
@@ -87,9 +86,8 @@ def test_a_short_text_of_overlapped_steps(targets: Targets, kind: str, num_steps
     assert harness.speculator.drafters[0].counters.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize(
-    ("algorithms", "num_steps"), [(("NGRAM",), 0), pytest.param(("EAGLE3", "NGRAM"), 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("algorithms", "num_steps"), [(("NGRAM",), 0), (("EAGLE3", "NGRAM"), 2)])
 def test_a_short_text_with_lookups_in_overlapped_steps(
     targets: Targets, algorithms: tuple[str, ...], num_steps: int, device: str
 ) -> None:
@@ -116,6 +114,7 @@ def share_rows(harness: SeenHarness, shape: Shape, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(chosen, "choose", lambda num_sequences: shape)
 
 
+@pytest.mark.slow
 def test_a_short_text_of_steps_whose_sequences_share_rows(
     targets: Targets, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ def gauges(url: str) -> dict[str, float]:
     return {name: float(value) for name, value in lines}
 
 
+@pytest.mark.slow
 def test_commands_know_it_by_its_row(checkpoint: Path) -> None:
     text = "".join(foretoken("serve", "--help").stdout.split())
     assert "STANDALONE|TOY|PLAYTHING|NONE" in text and "--speculative-toy-reachINTEGER" in text

@@ -158,7 +158,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, hidden_size=HIDDEN)
 
 
-@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("is_padded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_tree_from_the_host_takes_the_place_of_the_drafters(folder: Path, device: str, *, is_padded: bool) -> None:
     """It may have more rows than the drafter's, in the first step of a sequence too, and only in that step."""
     steps = Steps(folder, device, is_padded=is_padded)
@@ -199,6 +199,7 @@ def test_seats_share_the_rows_of_a_step(folder: Path, device: str) -> None:
     assert steps.run() == {index: text[5:6] for index, text in enumerate(texts)}
 
 
+@pytest.mark.slow
 def test_seats_that_share_the_rows_of_a_larger_graph_may_use_all(folder: Path, device: str) -> None:
     steps = Steps(folder, device, is_padded=True)
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
