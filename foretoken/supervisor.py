@@ -209,9 +209,9 @@ class Supervisor:
     ) -> None:
         """``on_ready`` is called once; ``announce`` gets a line for each event.
 
-        ``stop_notice`` is announced at a stop signal, with ``stop_again_notice`` behind it if the user
-        gave that at a terminal (SIGINT); ``slow_notice`` follows the names of services
-        that a long start waits for. OSErrors of both functions are ignored: services outlive the
+        ``stop_notice`` is announced at a stop signal, with ``stop_again_notice`` behind it at SIGINT,
+        which a user sends; ``slow_notice`` follows the names of services that a long start waits
+        for. OSErrors of both functions are ignored: services outlive the
         terminal or pipe that reads the lines.
         """
         self._stop_notice, self._slow_notice = stop_notice, slow_notice

@@ -80,7 +80,7 @@ class _Summary:
         self.speculation = metrics.get("speculative_decoding") or self.speculation
 
     def line(self) -> str:
-        """Return the summary; speed is (tokens - 1) / (time of last token - time of first)."""
+        """Return the summary. Speed is the server's figure, or (tokens - 1) / (time of last chunk - time of first)."""
         parts = [f"{self.num_tokens} tokens"]
         speed = self._speed()
         if speed is not None:

@@ -72,7 +72,7 @@ class Tuner:
         return len(self._candidates) * self._settings.num_rounds * len(self._settings.batches)
 
     @property
-    def num_rounds(self) -> int:
+    def num_planned_rounds(self) -> int:
         """Rounds that the search takes, without those that compare its winners."""
         return len(self._settings.batches) * sum(rung.num_candidates * rung.num_rounds for rung in self._rungs)
 
@@ -143,7 +143,7 @@ class Tuner:
         now = time.monotonic()
         if now - self._said_at > PROGRESS_S:
             self._said_at = now
-            done, count = self.findings.num_rounds + 1, self.num_rounds
+            done, count = self.findings.num_rounds + 1, self.num_planned_rounds
             self._say(f"{done} of about {count} rounds done; {candidate.name}: {rate:.0f} tok/s")
 
 
