@@ -191,6 +191,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             stage.resident.batch.clear(starts)
             self._fill_walk(stage, starts)
             self._graphs.capture(shape, partial(self._launch_kernels, stage, shape.max_width))
+            self._graphs.capture(_pass_of(shape), stage.resident.launch)
             self.sizes.add(shape)
             yield
 
@@ -243,8 +244,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             stage.starts.fetch()
             stage.tokens.fetch()
             stage.parents.fetch()
-            pass_alone = stage.resident.launch if self._shape.rows > MAX_USUAL_ROWS else stage.resident.run
-            pass_alone()
+            self._run_graph(_pass_of(self._shape), self._shape, stage.resident.launch)
             return
         if stage is None:
             finish_step(self.seating.state, self._outcome)
@@ -290,7 +290,8 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         assert stage is not None and shape is not None
         starts = stage.starts.values()
         sent = self._walker.masks.send(shape.rows, [(int(starts[index]), each) for index, each in masks.items()])
-        self._run_graph((shape, sent.key), shape, partial(self._conclude, stage, shape.max_width, sent))
+        # A few kernels, launched while the pass runs: a graph would save nothing, and its capture halts every stream.
+        self._conclude(stage, shape.max_width, sent)
         self._complete(launched)
 
     def _complete(self, launched: _Launched) -> None:
@@ -493,7 +494,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self._run_graph(shape, shape, partial(self._launch_kernels, stage, shape.max_width))
 
     def _run_graph(self, key: Hashable, shape: StepShape, launch: Callable[[], None]) -> None:
-        """Launch a step of this shape, or its second half, by a graph if that pays."""
+        """Launch a step of this shape, or its pass alone, by a graph if that pays."""
         if shape.rows > MAX_USUAL_ROWS:
             # It keeps the GPU busy for longer than the host takes to launch it.
             launch()
@@ -557,6 +558,11 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         if stage.resident.features is not None and self.memory.layout.hidden_width:
             gather_hidden(stage.resident.features, stage.rows, walk, self._outcome)
         finish_step(self.seating.state, self._outcome)
+
+
+def _pass_of(shape: StepShape) -> Hashable:
+    """Return the key of the graph that is the target's pass alone, for steps with token masks."""
+    return shape, "pass"
 
 
 def plain_memory(max_seats: int, max_nodes: int, device: torch.device) -> ResidentMemory:

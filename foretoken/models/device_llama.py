@@ -27,7 +27,6 @@ class ResidentPass(NamedTuple):
     Attributes:
         batch: the arrays to fill; call ``clear`` on it first.
         launch: launches the kernels of the pass; the caller may capture it in a graph.
-        run: launches the pass as a graph of its own.
         generation: of the buffers; a graph is only valid for the generation that it was captured
             with.
         logits: float32 [rows, vocab_size], after a launch.
@@ -36,7 +35,6 @@ class ResidentPass(NamedTuple):
 
     batch: DeviceBatch
     launch: Callable[[], None]
-    run: Callable[[], None]
     generation: int
     logits: torch.Tensor
     features: torch.Tensor | None
@@ -99,7 +97,6 @@ class DeviceLlama(Llama[DeviceProgram]):
         return ResidentPass(
             batch,
             lambda: self._passes.launch(loaded, batch.arrays),
-            lambda: self._passes.run_filled(loaded, batch),
             self._passes.generation,
             self._passes.buffer(kernel.LOGITS, num_rows, self.config.vocab_size),
             self._passes.buffer(kernel.FEATURES, num_rows, width) if width else None,

@@ -128,13 +128,6 @@ class DevicePass:
             self._flashinfer.plan(batch, runs)
         self.launch(loaded, arrays, self._flashinfer)
 
-    def run_filled(self, loaded: DeviceProgram, batch: DeviceBatch) -> None:
-        """Run a program over a batch of ``batch_of`` that kernels have filled, as a graph.
-
-        ``run`` has the same graph for a batch of this shape.
-        """
-        self._graphs.run((loaded.number, batch.shape), lambda: self.launch(loaded, batch.arrays))
-
     def upload(self, batch: ForwardBatch) -> DeviceArrays:
         """Copy a batch to arrays of its own, in stream order, without waiting for the device.
 

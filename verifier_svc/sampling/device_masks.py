@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
@@ -22,12 +21,10 @@ class SentMasks(NamedTuple):
     Attributes:
         rows: int32 [rows].
         bits: int32 [capacity, words].
-        key: the same for masks at the same addresses, which a graph may read.
     """
 
     rows: torch.Tensor
     bits: torch.Tensor
-    key: Hashable
 
 
 class DeviceMasks:
@@ -74,7 +71,7 @@ class DeviceMasks:
             self._bits[:count].copy_(self._bits_on_host[:count], non_blocking=True)
         if self._sent is not None:
             self._sent.record()
-        return SentMasks(self._rows[:num_rows], self._bits, len(self._bits))
+        return SentMasks(self._rows[:num_rows], self._bits)
 
     def _new_bits(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (rows, self._words)

@@ -10,6 +10,9 @@ TREE_NODES = (8, 16, 32)
 BRANCHES = 2, 4, 8
 # Levels of a small tree at most: with more of them it would be a chain.
 SMALL_DEPTH = 5
+# Rows of a batch's larger trees at most. Up to there a row of the target's pass costs next to nothing; beyond, no large
+# tree was ever the fastest, and even a probe of one is dear.
+MOST_LARGE_TREE_ROWS = 256
 # Rows of a sequence, on average, where a batch shares them; how many more one sequence may have; and the smallest such
 # batch: in fewer sequences there is little to choose from, and a row costs next to nothing.
 BUDGETS = range(2, 7)
@@ -25,6 +28,14 @@ def chain(depth: int) -> Shape:
 def is_chain(shape: Shape) -> bool:
     """Return whether every row of a batch verifies a chain of this length."""
     return shape.branches == 1 and shape.depth > 0 and shape.nodes > 1 and not shape.budget
+
+
+def suits(shape: Shape, batch: int) -> bool:
+    """Return whether a batch of so many sequences may draft in this shape, where there is a choice."""
+    if shape.budget:
+        return batch >= SHARED_FROM
+    is_large = shape.branches > 1 and shape.nodes > TREE_NODES[0]
+    return not is_large or batch * shape.nodes <= MOST_LARGE_TREE_ROWS
 
 
 def candidate_shapes(bounds: TreeBounds) -> tuple[Shape, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
 from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
-from verifier_svc.speculation.candidate_shapes import SHARED_FROM, candidate_shapes, is_chain
+from verifier_svc.speculation.candidate_shapes import candidate_shapes, is_chain, suits
 from verifier_svc.speculation.controller_log import LoggedTimes, Record
 from verifier_svc.speculation.path_acceptance import FIRST_CHANCE, PathAcceptance
 from verifier_svc.speculation.shape_costs import ShapeCosts
@@ -316,7 +316,7 @@ class Controller:  # large: the figures of one decision and of its probes
 
         Tokens of whatever shape bring as many, so prompts change no order. They damp what a shape gains.
         """
-        if shape.budget and batch < SHARED_FROM:
+        if not self._is_fixed and not suits(shape, batch):
             return 0.0
         tokens = self._acceptance.tokens(shape, at_least=at_least)
         return tokens / self._step_s(shape, batch, tokens)

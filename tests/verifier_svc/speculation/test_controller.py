@@ -228,3 +228,10 @@ def test_drafters_are_told_which_trees_are_usual() -> None:
     assert usual_trees(TreeBounds(64, branches=8)) == (*chains, (5, 2), (DEFAULT_STEPS, 4), (DEFAULT_STEPS, 8))
     assert usual_trees(TreeBounds(16, num_steps=4, branches=4)) == ((4, 4),)
     assert usual_trees(TreeBounds(1)) == ()
+
+
+@pytest.mark.parametrize(("batch", "nodes"), [(1, 32), (4, 32), (16, 16), (64, 8), (256, 8)])
+def test_larger_trees_are_for_small_batches(batch: int, nodes: int) -> None:
+    shapes = run_of(H200, [Phase(20.0, batch, GOOD, 192)]).shapes
+    assert max(shape.nodes for shape in shapes) <= nodes
+    assert batch > 16 or any(shape.nodes == nodes for shape in shapes)
