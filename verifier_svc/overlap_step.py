@@ -2,7 +2,7 @@
 
 A sequence joins with its whole prompt but the last token computed, takes a *seat* (batch row), and
 keeps it to its end. Lengths, last tokens, remaining tokens, trees and results live in device
-memory. A step is one graph, and the GPU never waits for the host. A sequence that has ended takes
+memory. A step is three graphs, and the GPU never waits for the host. A sequence that has ended takes
 no part in later steps.
 
 A step in which a seat has token masks is launched in two halves: ``launch`` lays out rows and runs
@@ -12,9 +12,10 @@ the target's pass, ``bind`` sends the masks and launches sampling and what follo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,14 @@ from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResul
 # Steps of other sizes before their graph is captured while requests wait. Where a batch shrinks or grows, most sizes
 # pass sooner.
 _EAGER_STEPS = 8
+
+
+class _Part(Enum):
+    """The parts of a step, in order. Each is a graph: what comes between two of them, in a step with masks, is not."""
+
+    LAY_OUT = "lay_out"
+    PASS = "pass"
+    CONCLUDE = "conclude"
 
 
 @dataclass(slots=True)
@@ -190,8 +199,8 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             starts = np.minimum(np.arange(shape.seqs + 1, dtype=np.int32) * width, rows)
             stage.resident.batch.clear(starts)
             self._fill_walk(stage, starts)
-            self._graphs.capture(shape, partial(self._launch_kernels, stage, shape.max_width))
-            self._graphs.capture(_pass_of(shape), stage.resident.launch)
+            for part in _Part:
+                self._graphs.capture((shape, part), self._launch_of(part, stage, shape))
             self.sizes.add(shape)
             yield
 
@@ -239,17 +248,18 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         launched = _Launched(self.number, tuple(self.seating.seats), stage, self._shape, found)
         self._in_flight.append(launched)
         if stage is not None and any(seat is not None and seat.is_masked for seat in self.seating.seats):
-            assert self._shape is not None
-            self._lay_out(stage, self._shape.max_width)
+            self._run(_Part.LAY_OUT, stage)
             stage.starts.fetch()
             stage.tokens.fetch()
             stage.parents.fetch()
-            self._run_graph(_pass_of(self._shape), self._shape, stage.resident.launch)
+            self._run(_Part.PASS, stage)
             return
         if stage is None:
             finish_step(self.seating.state, self._outcome)
         else:
-            self._run(stage)
+            self.sizes.count_step()
+            for part in _Part:
+                self._run(part, stage)
         self._complete(launched)
 
     @property
@@ -486,31 +496,28 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             host["parents"][index, :num_nodes] = draft.tree.parents
         self._found.send()
 
-    def _run(self, stage: Stage) -> None:
-        """Run a step, by its graph if that pays."""
+    def _run(self, part: _Part, stage: Stage) -> None:
+        """Launch a part of a step, by a graph if that pays."""
         shape = self._shape
         assert shape is not None
-        self.sizes.count_step()
-        self._run_graph(shape, shape, partial(self._launch_kernels, stage, shape.max_width))
-
-    def _run_graph(self, key: Hashable, shape: StepShape, launch: Callable[[], None]) -> None:
-        """Launch a step of this shape, or its pass alone, by a graph if that pays."""
+        launch = self._launch_of(part, stage, shape)
         if shape.rows > MAX_USUAL_ROWS:
             # It keeps the GPU busy for longer than the host takes to launch it.
             launch()
             return
+        key = shape, part
         if self.sizes.is_due and self._graphs.lacks(key):
             self._graphs.capture(key, launch)
         else:
             self._graphs.run(key, launch)
-        if key == shape and self._graphs.enabled and not self._graphs.lacks(key):
+        if part == _Part.PASS and self._graphs.enabled and not self._graphs.lacks(key):
             self.sizes.add(shape)
 
-    def _launch_kernels(self, stage: Stage, max_width: int) -> None:
-        """Launch all kernels of one step; a graph captures this."""
-        self._lay_out(stage, max_width)
-        stage.resident.launch()
-        self._conclude(stage, max_width)
+    def _launch_of(self, part: _Part, stage: Stage, shape: StepShape) -> Callable[[], None]:
+        """Return what launches the kernels of a part; a graph captures this."""
+        if part == _Part.PASS:
+            return stage.resident.launch
+        return partial(self._lay_out if part == _Part.LAY_OUT else self._conclude, stage, shape.max_width)
 
     def _lay_out(self, stage: Stage, max_width: int) -> None:
         found = DraftedTrees(**self._found.device)
@@ -558,11 +565,6 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         if stage.resident.features is not None and self.memory.layout.hidden_width:
             gather_hidden(stage.resident.features, stage.rows, walk, self._outcome)
         finish_step(self.seating.state, self._outcome)
-
-
-def _pass_of(shape: StepShape) -> Hashable:
-    """Return the key of the graph that is the target's pass alone, for steps with token masks."""
-    return shape, "pass"
 
 
 def plain_memory(max_seats: int, max_nodes: int, device: torch.device) -> ResidentMemory:
