@@ -25,14 +25,20 @@ class Samples:
 
 @contextlib.contextmanager
 def sampled() -> Iterator[Samples]:
-    """Sample the first GPU during the block; the samples are there at its end."""
+    """Sample the first GPU during the block; the samples are there at its end.
+
+    The block begins after nvidia-smi's first sample: as it starts, it delays what others launch by up to 80 ms.
+    """
     samples = Samples()
     program = shutil.which("nvidia-smi")
     if program is None:
         yield samples
         return
     child = subprocess.Popen([program, *QUERY], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert child.stdout is not None
     try:
+        # It tells of the time before.
+        child.stdout.readline()
         yield samples
     finally:
         child.terminate()
@@ -41,6 +47,6 @@ def sampled() -> Iterator[Samples]:
 
 
 def parse(output: str) -> list[float]:
-    """Return the samples of nvidia-smi's output, without the first: it tells of the time before."""
+    """Return the samples of nvidia-smi's output."""
     numbers = [line.strip() for line in output.splitlines()]
-    return [float(number) / 100 for number in numbers[1:] if number.isdecimal()]
+    return [float(number) / 100 for number in numbers if number.isdecimal()]

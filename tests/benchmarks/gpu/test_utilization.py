@@ -16,9 +16,9 @@ exec cat
 """
 
 
-def test_the_first_sample_tells_of_the_time_before() -> None:
-    assert parse("0\n50\n100\n") == [0.5, 1.0]
-    assert parse("0\n[N/A]\n 25\n") == [0.25]
+def test_a_line_with_a_number_is_a_sample() -> None:
+    assert parse("50\n100\n") == [0.5, 1.0]
+    assert parse("[N/A]\n 25\n") == [0.25]
     assert parse("") == []
 
 
@@ -28,6 +28,8 @@ def test_idle_is_the_share_without_a_kernel(tmp_path: Path, monkeypatch: pytest.
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with sampled() as samples:
+        # The first sample, of the time before, has been read: nvidia-smi no longer starts.
+        assert (tmp_path / "nvidia-smi.arguments").exists()
         while not (tmp_path / "nvidia-smi.sampled").exists():
             pass
     assert samples.idle == pytest.approx(0.1)
