@@ -13,6 +13,7 @@ import asyncio
 import faulthandler
 import logging
 import os
+import signal
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +46,13 @@ STDERR = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the stderr that pytest was started with: captured text is lost when the process ends."""
+    """Keep the stderr that pytest was started with: captured text is lost when the process ends.
+
+    Programs that tests start must hear Ctrl-C: a shell's background job ignores it, and hands that on.
+    """
     config.stash[STDERR] = os.dup(2)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def end_run_on_hang(item: pytest.Item) -> None:

@@ -144,7 +144,7 @@ def run_both(
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_device_computes_what_the_cpu_computes(folder: Path, strict: bool, device: str) -> None:
     ours, theirs = run_both(folder, device, strict)
     for expected, found in zip(ours, theirs, strict=True):
@@ -182,7 +182,8 @@ def test_in_strict_mode_a_row_has_the_same_bits_in_any_batch(folder: Path, dtype
 
 
 @pytest.mark.usefixtures("strict_products")
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
 def test_rows_whose_logits_nobody_wants_need_no_last_layer(folder: Path, strict: bool, device: str) -> None:
     """Logits, hidden states and KV entries are the CPU's, and in strict mode those of a pass that wants all."""
     text, table = [int(token) for token in np.arange(1, 12) * 5 % 30], [3, 7, 1]

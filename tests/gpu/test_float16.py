@@ -117,6 +117,7 @@ def test_a_float16_checkpoint_stays_float16(tmp_path: Path, device: str) -> None
     assert not torch.equal(logits(tmp_path, tokens, [20], device), wide)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # NumPy's, in the interpreter
 def test_hidden_states_too_large_for_float16_end_the_request_with_an_error(tmp_path: Path, device: str) -> None:
     target = Target(tmp_path, "llama", steps=0)

@@ -72,7 +72,8 @@ def test_a_short_text_is_that_of_the_cpu(targets: Targets, kind: str, device: st
     assert got[0].finished is not None and got[0].finished.speculation.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize(("kind", "num_steps"), [("EAGLE3", 2), pytest.param("STANDALONE", 0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "num_steps"), [("EAGLE3", 2), ("STANDALONE", 0)])
 def test_a_short_text_of_overlapped_steps(targets: Targets, kind: str, num_steps: int, device: str) -> None:
     """Neither the drafter's nor the target's steps wait for the host."""
     target = targets["llama"]

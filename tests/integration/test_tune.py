@@ -105,8 +105,6 @@ def test_a_running_server_is_tuned_within_its_flags(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            # A shell's background job ignores it, and hands that on.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         assert child.stderr is not None
         for line in child.stderr:

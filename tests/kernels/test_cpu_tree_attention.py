@@ -243,7 +243,10 @@ def test_uniform_keys_give_the_mean_of_the_values(size: int) -> None:
     torch.testing.assert_close(out, torch.full_like(out, (size - 1) / 2))
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, torch.uint16), (torch.float16, torch.int16)])
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [(torch.bfloat16, torch.uint16), pytest.param(torch.float16, torch.int16, marks=pytest.mark.slow)],
+)
 def test_16_bit_keys_and_values(dtype: torch.dtype, bits: torch.dtype) -> None:
     plain = Rows(
         np.zeros(1, np.int32),

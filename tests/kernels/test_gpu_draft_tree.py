@@ -60,7 +60,8 @@ def test_all_values_count(device: str) -> None:
     Course(tree_requests, branches=4, depth=4, head=Head(1500)).check(device, against_cpu=False)
 
 
-@pytest.mark.parametrize("nodes", [32, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [32, 64])
 def test_wide_trees(device: str, nodes: int) -> None:
     tree_requests = [TreeRequest(nodes, 5, 8), TreeRequest(nodes, 5, 8, temperature=1.0, seed=77, choice=3, length=10)]
     out = Course(tree_requests, branches=8, depth=5, head=Head(300)).check(device)
@@ -148,7 +149,7 @@ FILTERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("scale", [0.0, SCALE])
+@pytest.mark.parametrize("scale", [0.0, pytest.param(SCALE, marks=pytest.mark.slow)])
 def test_filters(device: str, scale: float) -> None:
     tree_requests = [TreeRequest(6, 2, 2, temperature=1.3, seed=i, **filters) for i, filters in enumerate(FILTERS)]
     tree_requests.append(TreeRequest(6, 2, 2, top_k=2, top_p=0.1))

@@ -34,7 +34,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 @pytest.mark.parametrize("kernel", [tree_attention, strict_attention])
-@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("is_split", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_attention(kernel: Attention, is_split: bool, device: str) -> None:
     """Sequences fill their blocks, the cache has no others, the longest table has no free entry."""
     generator = np.random.default_rng(0)

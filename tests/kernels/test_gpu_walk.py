@@ -257,7 +257,7 @@ def test_garbage_stays_inside_its_tensors(device):
     assert ((result.num_walked >= 0) & (result.num_walked <= 2)).all()
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
 def test_masked_rows_commit_what_the_verifier_commits(seed: int, device: str) -> None:
     """Some sequences have masks, some none; logits are broken, or -inf where tokens are allowed."""
     rng = np.random.default_rng(400 + seed)

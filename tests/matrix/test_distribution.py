@@ -25,8 +25,6 @@ NUM_SEEDS = 2500
 SKIPPED, LOOKED_AT = 2, 3
 MAX_TOKENS = SKIPPED + LOOKED_AT + 2
 FEWEST_EXPECTED = 5.0
-# Two merged drafters draft as each does alone.
-QUICK = "merge"
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +54,8 @@ def p_value(counts: NDArray[np.int64], chances: NDArray[np.float64]) -> float:
     return float(chisquare(observed[kept], wanted[kept]).pvalue)
 
 
-@pytest.mark.parametrize("kind", [k if k == QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_three_tokens(small_targets: Targets, kind: str) -> None:
     target, drafters = small_targets.of_kind(kind)
     harness = target.harness(drafters, max_running=32, eos_ids=frozenset(), token_limit=VOCAB_SIZE)

@@ -158,7 +158,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, hidden_size=HIDDEN)
 
 
-@pytest.mark.parametrize("is_padded", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_padded", [False, True])
 def test_a_tree_from_the_host_takes_the_place_of_the_drafters(folder: Path, device: str, *, is_padded: bool) -> None:
     """It may have more rows than the drafter's, in the first step of a sequence too, and only in that step."""
     steps = Steps(folder, device, is_padded=is_padded)

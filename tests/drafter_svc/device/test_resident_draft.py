@@ -129,7 +129,8 @@ def check_run(play: Play, texts: Sequence[Text]) -> list[list[Tree]]:
     return run
 
 
-@pytest.mark.parametrize("kind", [k if k == "EAGLE3" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_texts(kind: str, plays: Callable[[str], Play]) -> None:
     """The texts have different lengths and cross block boundaries."""
     deep = {"max_depth": 3}
@@ -198,6 +199,7 @@ def test_blocks_of_a_text_that_ended_are_given_to_another(play: Play, monkeypatc
     assert_same(play.ask([play.row(1, 2)]), finale[1:2])
 
 
+@pytest.mark.slow
 def test_a_text_that_ended_is_not_counted_as_drafted_for(head: Play) -> None:
     """It stops counting once its step without tokens is read."""
     assert head.drafter._passes is not None

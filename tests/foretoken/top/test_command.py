@@ -201,8 +201,6 @@ def test_an_interval_that_is_none_is_refused(interval: str) -> None:
 def _take_the_terminal() -> None:
     """Make the terminal at its input the one that sends it Ctrl-C."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    # A shell's background job ignores it, and hands that on.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
