@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -11,15 +14,18 @@ import torch
 
 from foretoken.models.backend import Backend
 from foretoken.models.batch import blank_batch
+from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_sizes import PassSizes
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tree import DraftTree
 from tests.support.tiny_checkpoint import save_llama
+from verifier_svc import overlap_step
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.overlap_stage import StepShape
 from verifier_svc.overlap_step import ResidentStep
+from verifier_svc.sampling.allowed_tokens import TreeMasks
 from verifier_svc.sampling.device_walker import DeviceWalker
 from verifier_svc.scheduling.batch import Scheduled, build_batch
 from verifier_svc.scheduling.block_manager import BlockTable
@@ -30,6 +36,9 @@ from verifier_svc.scheduling.sequence import Sequence
 VOCAB, HIDDEN, BLOCK, NUM_BLOCKS, SLOTS, NODES = 40, 32, 4, 8, 2, 4
 # Hidden state 0 is the token's embedding.
 EMBEDDING = (0,)
+ROOT_ALONE = np.zeros(1, np.int32)
+# A size without a graph gets one after 8 steps.
+STEPS_BEFORE_A_CAPTURE = 9
 LARGEST = StepShape(16, SLOTS, NODES, NUM_BLOCKS, EMBEDDING, is_shared=False)
 
 
@@ -128,14 +137,14 @@ class Steps:
         return found
 
 
-def sequence_of(prompt: list[int], slot: int, blocks: list[int]) -> Sequence:
+def sequence_of(prompt: list[int], slot: int, blocks: list[int], max_tokens: int = 8) -> Sequence:
     """Return a running sequence with these blocks, of which nothing is computed."""
     submit = Submit(
         SequenceKey(1, f"r{slot}", 0),
         0,
         tuple(prompt),
         (),
-        SamplingParams(temperature=0.0, max_tokens=8),
+        SamplingParams(temperature=0.0, max_tokens=max_tokens),
         SpeculationOptions(),
         None,
         None,
@@ -246,6 +255,43 @@ def test_captures_stay_within_the_largest_pass_and_write_no_kv_entries(folder: P
     assert len(list(steps.step.captures(EMBEDDING, [(1, 1), (NODES, NODES)], has_found=True))) >= 2
     assert torch.equal(steps.runner.planes, cache)
     assert steps.step.num_in_flight == 0 and not any(steps.step.seating.seats)
+
+
+class RecordedGraphs(DeviceGraphs):
+    """Graphs without a GPU: a replay launches again."""
+
+    captured: ClassVar[list[Hashable]] = []
+
+    def __init__(self, enabled: bool, *, eager_uses: int = 0) -> None:
+        super().__init__(True, eager_uses=eager_uses)
+        self.captured.clear()
+
+    def _capture(self, key: Hashable, launch: Callable[[], None]) -> Any:
+        self.captured.append(key)
+        return SimpleNamespace(replay=launch)
+
+
+def test_no_step_with_masks_is_captured_while_streams_wait(
+    folder: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overlap_step, "DeviceGraphs", RecordedGraphs)
+    steps = Steps(folder, device, rows=40)
+    assert list(steps.step.captures(EMBEDDING, [(1, 1)], has_found=False))
+    captured = list(RecordedGraphs.captured)
+    steps.step.begin(EMBEDDING, 0)
+    sequence = sequence_of([3, 4, 5], 0, [0, 1, 2, 3], max_tokens=12)
+    steps.prefill(sequence, 2)
+    sequence.sampling = replace(sequence.sampling, allowed_token_ids=(7,))
+    index = steps.join(sequence)
+    for length in range(4, 4 + STEPS_BEFORE_A_CAPTURE):
+        steps.step.launch(is_drafted=False, found={})
+        assert not steps.step.is_bound and list(steps.step.trees()) == [index]
+        steps.step.bind({index: TreeMasks(np.packbits(np.arange(VOCAB) == 7, bitorder="little")[None], ROOT_ALONE)})
+        steps.step.wait()
+        ((_, walk, _, _),) = steps.step.receive()
+        sequence.tokens.extend(walk.tokens)
+        assert sequence.tokens[3:] == [7] * (length - 3)
+    assert captured and RecordedGraphs.captured == captured
 
 
 def test_a_step_without_seats_only_gets_its_number(folder: Path, device: str) -> None:
