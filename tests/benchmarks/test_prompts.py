@@ -42,6 +42,7 @@ def test_code_prompts_have_the_promised_lengths_and_files(prompts: list[BenchPro
     assert packages <= set(HELD_OUT_STANDARD_LIBRARY)
 
 
+@pytest.mark.slow
 def test_code_prompts_follow_from_the_seed(tokenizer: Tokenizer, prompts: list[BenchPrompt]) -> None:
     assert code_prompts(tokenizer, 20) == prompts
     assert code_prompts(tokenizer, 20, seed=1) != prompts

@@ -204,6 +204,7 @@ def test_rows_whose_logits_nobody_wants_need_no_last_layer(folder: Path, strict:
         torch.testing.assert_close(found.cpu(), ours.forward(few, (1,)), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_no_memory_moves_after_matmuls_are_tuned(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter's own graphs know the buffers, which are larger here for passes that want few logits."""
     random_model("qwen3 tied").save_pretrained(tmp_path)

@@ -105,7 +105,9 @@ def test_a_process_whose_context_lives_goes_on(before: str) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "goes on\n", "")
 
 
-@pytest.mark.parametrize("service", [DRAFTER, VERIFIER], ids=["drafter", "verifier"])
+@pytest.mark.parametrize(
+    "service", [pytest.param(DRAFTER, marks=pytest.mark.slow), VERIFIER], ids=["drafter", "verifier"]
+)
 @pytest.mark.parametrize(
     ("error", "status"),
     [

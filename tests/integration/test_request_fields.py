@@ -40,7 +40,7 @@ def ids_of(answer: dict[str, Any]) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.7, marks=pytest.mark.slow), 1.0])
 async def test_masks_hold_and_drafts_do_not_change_the_text(http: httpx.AsyncClient, temperature: float) -> None:
     common: dict[str, Any] = {"temperature": temperature, "seed": 5}
     plain = ids_of(await complete(http, **common))

@@ -188,6 +188,7 @@ def test_a_tree_from_the_host_takes_the_place_of_the_drafters(folder: Path, devi
     assert steps.run(is_drafted=True)[0] == texts[0][4:6]
 
 
+@pytest.mark.slow
 def test_seats_share_the_rows_of_a_step(folder: Path, device: str) -> None:
     """The tree that promises more gets the rows; whoever gets them, each text is that of the sequence alone."""
     steps = Steps(folder, device)

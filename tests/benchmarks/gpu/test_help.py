@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 # All in one process, which loads PyTorch once.
 PROGRAM = """
@@ -22,6 +24,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_help_needs_no_gpu() -> None:
     readme = (ROOT / "benchmarks" / "gpu" / "README.md").read_text(encoding="utf-8")
     names = list(dict.fromkeys(re.findall(r"python -m (benchmarks\.gpu\.\w+)", readme)))

@@ -53,6 +53,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_function_is_the_same(wide: Path) -> None:
     found = compare(SMALL, SMALL_HEAD, wide, PROMPTS, 24)
     assert found.failures() == []

@@ -64,7 +64,8 @@ def start(
     return trees
 
 
-@pytest.mark.parametrize("kind", [k if k == "EAGLE3" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_text_joins_in_a_run(kind: str, plays: Callable[[str], Play]) -> None:
     """Its prompt is learnt before its seat is looked at; the host does not know all of the other."""
     play = plays(kind)
