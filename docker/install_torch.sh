@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs only PyTorch, with the pip command in the arguments: from $TORCH_INDEX, PyTorch's index of
-# CPU builds, or from pip's index if that does not answer. If $TORCH_INDEX is empty: from pip's index,
-# with the build that it has.
+# CPU builds; if that does not answer, from docker/wheels, or from pip's index if there is no wheel. If
+# $TORCH_INDEX is empty: from pip's index, with the build that it has.
 set -eu
 index=""
 if [ -n "$TORCH_INDEX" ]; then
@@ -10,9 +10,13 @@ if [ -n "$TORCH_INDEX" ]; then
     index="--index-url $TORCH_INDEX"
   else
     echo "$TORCH_INDEX does not answer; taking PyTorch from docker/wheels or pip's own index"
+    # pip's index may have a later version, which pip would take.
+    for wheel in docker/wheels/torch-*.whl; do
+      [ ! -e "$wheel" ] || index="--no-index --find-links docker/wheels"
+    done
   fi
 fi
-# Unquoted: two words or none.
+# Unquoted: some words or none.
 "$@" --no-deps $index torch
 # pip's index may have the CUDA build, which would add several gigabytes.
 if [ -n "$TORCH_INDEX" ] && "$VIRTUAL_ENV/bin/python" -c '
