@@ -24,6 +24,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 import httpx
@@ -88,6 +89,13 @@ class Figures:
 
     def __sub__(self, other: Figures) -> Figures:
         return Figures(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+
+class Sample(NamedTuple):
+    """Each verifier's differences of counters, and whether all had sequences at begin and end."""
+
+    figures: list[Figures]
+    are_busy: bool
 
 
 @dataclass(frozen=True)
@@ -168,20 +176,17 @@ def _all_up(url: str, count: int) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def watched(servers: Deployment) -> AsyncIterator[list[list[Figures]]]:
-    """Yield a list that gets each verifier's differences of counters, every ``POLL_S`` during the block.
-
-    Differences are only kept of times in which all verifiers had sequences at begin and end.
-    """
-    samples: list[list[Figures]] = []
+async def watched(servers: Deployment) -> AsyncIterator[list[Sample]]:
+    """Yield a list that gets a sample every ``POLL_S`` during the block."""
+    samples: list[Sample] = []
 
     async def poll() -> None:
         last = await servers.figures()
         while True:
             await asyncio.sleep(POLL_S)
             now = await servers.figures()
-            if all(figures.num_sequences for figures in (*last, *now)):
-                samples.append([new - old for new, old in zip(now, last, strict=True)])
+            are_busy = all(figures.num_sequences for figures in (*last, *now))
+            samples.append(Sample([new - old for new, old in zip(now, last, strict=True)], are_busy))
             last = now
 
     polling = asyncio.create_task(poll())
@@ -197,7 +202,8 @@ async def learn_costs(servers: Deployment, requests: Sequence[Request]) -> Costs
     """Serve requests, and fit what a step, a row and a prompt token cost to the counters meanwhile."""
     async with watched(servers) as samples:
         await servers.serve(requests)
-    return fitted([figures for sample in samples for figures in sample])
+    # Not only while all are busy: a few samples of full batches do not tell a step's cost from its rows'.
+    return fitted([figures for sample in samples for figures in sample.figures])
 
 
 def fitted(samples: Sequence[Figures]) -> Costs:
@@ -221,10 +227,11 @@ def fitted(samples: Sequence[Figures]) -> Costs:
     )
 
 
-def cores_used(samples: Sequence[Sequence[Figures]]) -> float:
-    """Return how many cores the verifiers had together."""
-    used_s = sum(figures.cpu_s for sample in samples for figures in sample)
-    return used_s / sum(float(np.mean([figures.read_s for figures in sample])) for sample in samples)
+def cores_used(samples: Sequence[Sample]) -> float:
+    """Return how many cores the verifiers had together while all had sequences."""
+    busy = [sample.figures for sample in samples if sample.are_busy]
+    used_s = sum(figures.cpu_s for sample in busy for figures in sample)
+    return used_s / sum(float(np.mean([figures.read_s for figures in sample])) for sample in busy)
 
 
 def _nonnegative(work: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> list[float]:
