@@ -228,8 +228,10 @@ def fitted(samples: Sequence[Figures]) -> Costs:
 
 
 def cores_used(samples: Sequence[Sample]) -> float:
-    """Return how many cores the verifiers had together while all had sequences."""
+    """Return how many cores the verifiers had together while all had sequences. Raises SystemExit if they never had."""
     busy = [sample.figures for sample in samples if sample.are_busy]
+    if not busy:
+        raise SystemExit("at no time did all verifiers have requests: give more --requests")
     used_s = sum(figures.cpu_s for sample in busy for figures in sample)
     return used_s / sum(float(np.mean([figures.read_s for figures in sample])) for sample in busy)
 

@@ -158,6 +158,46 @@ def test_costs_are_learned_from_counters() -> None:
     assert (costs.step_s, costs.row_s, costs.token_s) == pytest.approx((0.01, 0.002, 0.0003))
 
 
+class HalfIdleServers:
+    """Two verifiers, of which the second one never has work. Each look at the first one finds more done."""
+
+    work = ((0, 0, 0), (10, 40, 300), (15, 45, 1200), (35, 205, 1200), (47, 275, 1700))
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._are_over = asyncio.Event()
+
+    async def figures(self) -> list[measured.Figures]:
+        steps, rows, tokens = self.work[min(self._looks, len(self.work) - 1)]
+        self._looks += 1
+        if self._looks >= len(self.work):
+            self._are_over.set()
+        cpu_s = 0.01 * steps + 0.002 * rows + 0.0003 * tokens
+        return [
+            measured.Figures(float(self._looks), cpu_s, steps, rows, tokens, 0, 3),
+            measured.Figures(float(self._looks), 0.0, 0, 0, 0, 0, 0),
+        ]
+
+    async def serve(self, requests: object) -> None:
+        await self._are_over.wait()
+        await asyncio.sleep(0)
+
+
+def test_costs_are_learned_while_some_verifiers_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "POLL_S", 0.0)
+    costs = asyncio.run(measured.learn_costs(HalfIdleServers(), []))  # type: ignore[arg-type]
+    assert (costs.step_s, costs.row_s, costs.token_s) == pytest.approx((0.01, 0.002, 0.0003))
+
+
+def test_cores_are_those_of_busy_times_and_none_is_an_error() -> None:
+    def sample(cpu_s: float, *, are_busy: bool) -> measured.Sample:
+        return measured.Sample([measured.Figures(2.0, cpu_s, 1, 1, 1, 0, 0)] * 2, are_busy)
+
+    assert measured.cores_used([sample(1.5, are_busy=True), sample(0.1, are_busy=False)]) == 1.5
+    with pytest.raises(SystemExit, match="more --requests"):
+        measured.cores_used([sample(0.1, are_busy=False)])
+
+
 @pytest.mark.slow
 def test_real_verifiers_hit_as_often_as_the_simulator_says() -> None:
     """Time is the benchmark's matter: here the modelled verifiers may be slower or faster."""
