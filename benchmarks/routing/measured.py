@@ -7,9 +7,10 @@ trace teaches how much CPU time a step, a row and a prompt token take. A second 
 comes faster than it can be served, so that throughput is the verifiers' own, and is then simulated with
 these costs. Throughput counts until 80% of the requests are answered: after that some have no more work.
 The verifiers share the machine's cores with the gateway, with the client and with whatever else runs.
-How many cores are left for them is no matter of routing, so it is read from the second trace, while
-all verifiers have work. It prints hit rate, throughput and shares of prompt tokens, measured and
-simulated. With ``--check`` the exit status is 1 if hit rate or throughput is off by more than 10%.
+How fast these cores are and how many are left is no matter of routing, so both are read from the second
+trace: the costs are scaled to its CPU time, and cores are counted while all verifiers have work. It
+prints hit rate, throughput and shares of prompt tokens, measured and simulated. With ``--check`` the
+exit status is 1 if hit rate or throughput is off by more than 10%.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -207,16 +208,10 @@ async def learn_costs(servers: Deployment, requests: Sequence[Request]) -> Costs
 
 
 def fitted(samples: Sequence[Figures]) -> Costs:
-    """Return the costs that explain best the CPU time of the samples' work, by least squares.
-
-    A step that began in one sample and ended in the next makes all costs too low, so they are scaled
-    to all CPU time.
-    """
-    work = np.array([[s.num_steps, s.generated, s.looked_up - s.hits] for s in samples], float)
-    seconds = np.array([s.cpu_s for s in samples])
-    found = np.array(_nonnegative(work, seconds))
-    step_s, row_s, token_s = (found * seconds.sum() / (work @ found).sum()).tolist()
-    return Costs(
+    """Return the costs that explain best the CPU time of the samples' work, by least squares."""
+    seconds = np.array([figures.cpu_s for figures in samples])
+    step_s, row_s, token_s = _nonnegative(_work(samples), seconds)
+    found = Costs(
         step_s,
         row_s,
         token_s,
@@ -225,6 +220,24 @@ def fitted(samples: Sequence[Figures]) -> Costs:
         chunk_tokens=CHUNK_TOKENS,
         limit_s=math.inf,
     )
+    # A step that began in one sample and ended in the next makes all costs too low.
+    return scaled(found, slowness(found, samples))
+
+
+def slowness(costs: Costs, samples: Sequence[Figures]) -> float:
+    """Return how many times the CPU time was that the samples' work takes at these costs."""
+    expected_s = float((_work(samples) @ [costs.step_s, costs.row_s, costs.token_s]).sum())
+    return sum(figures.cpu_s for figures in samples) / expected_s
+
+
+def scaled(costs: Costs, times: float) -> Costs:
+    """Return the costs of a machine that takes so many times as long."""
+    return replace(costs, step_s=times * costs.step_s, row_s=times * costs.row_s, token_s=times * costs.token_s)
+
+
+def _work(samples: Sequence[Figures]) -> npt.NDArray[np.float64]:
+    """Return steps, rows and computed prompt tokens: an array of shape (samples, 3)."""
+    return np.array([[s.num_steps, s.generated, s.looked_up - s.hits] for s in samples], float)
 
 
 def cores_used(samples: Sequence[Sample]) -> float:
@@ -270,7 +283,10 @@ async def measure(servers: Deployment, costs: Costs, count: int) -> bool:
         answers = await servers.serve(requests)
     done = [new - old for new, old in zip(await servers.figures(), before, strict=True)]
     cores = cores_used(samples)
+    times = slowness(costs, done)
     print(f"cores             {cores:.2f} for {len(done)} verifiers")
+    print(f"CPU time          {times:.2f} times what the first trace taught")
+    costs = scaled(costs, times)
     fleet = ModelledFleet(costs, servers.addresses, BLOCK_TOKENS, vocab_size=VOCAB_SIZE, cores=SharedCores(cores))
     run = fleet.replay(requests)
     predicted = simulator.report(fleet, run, requests, BLOCK_TOKENS)

@@ -159,6 +159,13 @@ def test_costs_are_learned_from_counters() -> None:
     assert (costs.step_s, costs.row_s, costs.token_s) == pytest.approx((0.01, 0.002, 0.0003))
 
 
+def test_costs_are_scaled_to_the_cpu_time_of_the_measured_trace() -> None:
+    work = measured.Figures(9.0, 2.0, num_steps=10, generated=40, looked_up=310, hits=10, num_sequences=0)
+    costs = replace(COSTS, step_s=0.01, row_s=0.01, token_s=0.001)
+    costs = measured.scaled(costs, measured.slowness(costs, [work, work]))
+    assert (costs.step_s, costs.row_s, costs.token_s) == pytest.approx((0.025, 0.025, 0.0025))
+
+
 class HalfIdleServers:
     """Two verifiers, of which the second one never has work. Each look at the first one finds more done."""
 
