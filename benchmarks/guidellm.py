@@ -56,6 +56,8 @@ def guidellms(options: argparse.Namespace, folder: Path) -> Figures:
     _run([str(options.program), "run", *words, "--output", f"kind=json,path={file}"])
     (benchmark,) = json.loads(file.read_text())["benchmarks"]
     requests = benchmark["requests"]["successful"]
+    if not requests:
+        raise SystemExit(f"guidellm got no answer from {options.url}: does its model have the name {options.model}?")
     metrics = benchmark["metrics"]
 
     def median(name: str) -> float:
