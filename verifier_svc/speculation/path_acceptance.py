@@ -62,6 +62,8 @@ class PathAcceptance:
         # Chances of the shape that was verified before the latest one, and the latest one's misses since then.
         self._before: tuple[Shape, list[float]] | None = None
         self._expected_misses = self._misses = 0.0
+        # Chances by family, until something is learned: a decision asks for the same ones many times.
+        self._known: dict[Shape, list[float]] = {}
 
     def pass_steps(self, num_steps: int, verified: set[Shape]) -> None:
         """Believe what was not verified in the last ``num_steps`` steps less."""
@@ -71,6 +73,7 @@ class PathAcceptance:
                 counts.fade((1 - 1 / IDLE_MEMORY) ** num_steps, IDLE_TRIALS)
             elif family not in families:
                 counts.fade((1 - 1 / OTHER_MEMORY) ** num_steps, 0.0)
+        self._known.clear()
 
     def observe(self, shape: Shape, walks: Walks, num_steps: int, batch: int, *, is_probe: bool = False) -> None:
         """Learn from the walks of ``num_steps`` steps of ``batch`` rows.
@@ -92,6 +95,7 @@ class PathAcceptance:
                 for level in range(min(num_matched + 1, depth)):
                     self._expected_misses += (1 - self._before[1][level]) * count * weight
                 self._misses += (num_matched < depth) * count * weight
+        self._known.clear()
 
     def tokens(self, shape: Shape, *, at_least: float = 0.0) -> float:
         """Return the tokens that a row of this shape yields a step, if each level holds with this chance or more."""
@@ -106,6 +110,12 @@ class PathAcceptance:
     def chances(self, shape: Shape) -> list[float]:
         """Return for each level the chance that the path holds there if it held above."""
         family = _family(shape)
+        known = self._known.get(family)
+        if known is None:
+            known = self._known[family] = self._chances(family)
+        return known
+
+    def _chances(self, family: Shape) -> list[float]:
         counts = self._counts.get(family)
         out: list[float] = []
         if family == self._latest:
@@ -164,6 +174,7 @@ class PathAcceptance:
                 # The text may have changed at the same time.
                 usual = self._usual_share(tree)
                 self._shares[tree] = min(max(share, usual / MOST_UNUSUAL), usual * MOST_UNUSUAL)
+                self._known.clear()
         self._before = self._latest, self.chances(self._latest)
         self._expected_misses = self._misses = 0.0
         self._counts.setdefault(family, _Counts(self._max_depth))
