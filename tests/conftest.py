@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -49,10 +50,23 @@ def pytest_configure(config: pytest.Config) -> None:
     """Keep the stderr that pytest was started with: captured text is lost when the process ends.
 
     Programs that tests start must hear Ctrl-C: a shell's background job ignores it, and hands that on.
+    Until all tests are collected, there is no garbage worth a search.
     """
+    gc.disable()
     config.stash[STDERR] = os.dup(2)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Take the modules and thousands of tests out of the garbage collector's searches."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Let the interpreter free what it must at its end."""
+    gc.unfreeze()
 
 
 def end_run_on_hang(item: pytest.Item) -> None:

@@ -126,6 +126,7 @@ def run(num_verifiers: int, **more: object) -> simulator.Report:
     return simulator.report(fleet, fleet.replay(requests), requests, MIX.block_tokens)
 
 
+@pytest.mark.slow
 def test_routing_meets_its_bars_at_eight_verifiers_and_load_alone_does_not() -> None:
     routed, by_load = run(8), run(8, by_load=True)
     assert routed.meets_bars, routed

@@ -140,13 +140,13 @@ async def test_a_silent_reader_goes_on_or_is_cut(stack: Stack) -> None:
 
 
 async def test_two_hundred_at_once_over_a_queue_of_32(stack: Stack) -> None:
-    expected = await text_alone(stack, max_tokens=600)
+    expected = await text_alone(stack, max_tokens=200)
     gateway = psutil.Process(stack.service("gateway").pid)
     limits = httpx.Limits(max_connections=200)
     async with httpx.AsyncClient(base_url=stack.url, trust_env=False, timeout=None, limits=limits) as client:
 
         async def ask() -> httpx.Response:
-            return await client.post(URL, json=body(600))
+            return await client.post(URL, json=body(200))
 
         await asyncio.gather(*[ask() for _ in range(200)])
         await assert_free(stack)

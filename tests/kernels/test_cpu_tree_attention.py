@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from foretoken_kernels import reference
 from foretoken_kernels.cpu.attention_blocks import PARTIAL_FLOATS
-from foretoken_kernels.cpu.tree_attention import ROW_TILE, tree_attention
+from foretoken_kernels.cpu.compile import compiled
+from foretoken_kernels.cpu.tree_attention import ROW_TILE
+from foretoken_kernels.cpu.tree_attention import tree_attention as inlined_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretoken.tree import ancestor_mask
+
+# It takes half a minute to compile for three types: on disk it outlives the run.
+tree_attention = compiled(cast(Any, inlined_attention).py_func)
 
 
 @dataclass
