@@ -139,14 +139,15 @@ async def test_a_silent_reader_goes_on_or_is_cut(stack: Stack) -> None:
         assert not is_whole
 
 
+@pytest.mark.slow
 async def test_two_hundred_at_once_over_a_queue_of_32(stack: Stack) -> None:
-    expected = await text_alone(stack, max_tokens=200)
+    expected = await text_alone(stack, max_tokens=600)
     gateway = psutil.Process(stack.service("gateway").pid)
     limits = httpx.Limits(max_connections=200)
     async with httpx.AsyncClient(base_url=stack.url, trust_env=False, timeout=None, limits=limits) as client:
 
         async def ask() -> httpx.Response:
-            return await client.post(URL, json=body(200))
+            return await client.post(URL, json=body(600))
 
         await asyncio.gather(*[ask() for _ in range(200)])
         await assert_free(stack)
@@ -167,6 +168,7 @@ async def test_two_hundred_at_once_over_a_queue_of_32(stack: Stack) -> None:
     await assert_free(stack)
 
 
+@pytest.mark.slow
 def test_every_request_has_left_one_line(stack: Stack) -> None:
     """This is the last test of this stack."""
     lines = [json.loads(line) for line in stack.log.read_text().splitlines() if line.startswith("{")]

@@ -43,9 +43,9 @@ def at_temperature(tree_requests: list[TreeRequest], temperature: float) -> list
 @pytest.mark.parametrize(
     ("vocab", "temperature"),
     [
-        (61, 0.0),
-        (1500, 0.7),
-        pytest.param(61, 0.7, marks=pytest.mark.slow),
+        (61, 0.7),
+        pytest.param(61, 0.0, marks=pytest.mark.slow),
+        pytest.param(1500, 0.7, marks=pytest.mark.slow),
         pytest.param(1500, 0.0, marks=pytest.mark.slow),
     ],
 )

@@ -209,7 +209,7 @@ def test_top_k_keeps_what_equals_the_kth_and_zeros_of_both_signs_are_equal(devic
         pytest.param({"top_p": 0.8, "min_p": 0.6}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("spread", [0.3, 300.0])
+@pytest.mark.parametrize("spread", [pytest.param(0.3, marks=pytest.mark.slow), 300.0])
 def test_cuts_with_many_and_with_few_values_above_them(options, spread, device):
     # Flat rows have more values near the largest than can be gathered; in wide rows a few values
     # hold all of the mass.

@@ -102,6 +102,7 @@ def test_every_held_out_file_belongs_to_a_held_out_package() -> None:
         assert HELD_OUT_PACKAGES.intersection((path.stem, *path.parts))
 
 
+@pytest.mark.slow
 def test_held_out_prompts_are_stable_cut_at_lines_and_from_many_files() -> None:
     tokenizer = load_for_corpus(TOKENIZER)
     prompts = held_out_prompts(tokenizer, 24)

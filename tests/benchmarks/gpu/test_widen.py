@@ -62,6 +62,7 @@ def test_the_function_is_the_same(wide: Path) -> None:
     assert found.num_positions == sum(len(prompt) + 24 for prompt in PROMPTS)
 
 
+@pytest.mark.slow
 def test_another_function_is_found_out(wide: Path, tmp_path: Path) -> None:
     shutil.copytree(wide, tmp_path / "wrong")
     file = tmp_path / "wrong" / "target" / "config.json"
