@@ -93,7 +93,7 @@ def test_the_process_ends_with_a_status_that_tells_the_fault(error: str, status:
     [
         # Memory that could not be allocated is reported once.
         f"{CONTEXT}errors[:] = ['CUDA error: out of memory', '']",
-        CONTEXT,
+        pytest.param(CONTEXT, marks=pytest.mark.slow),
         # CUDA is there, and not in use.
         "import torch",
         # A drafter without a model.

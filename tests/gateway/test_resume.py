@@ -71,7 +71,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_the_answer_is_that_without_the_death(
     settings: GatewaySettings, tokenizer: Tokenizer, name: str, stream: bool
 ) -> None:

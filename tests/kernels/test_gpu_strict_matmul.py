@@ -104,7 +104,7 @@ def assert_rows_are_independent(made: Matmul, counts: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *(pytest.param(t, marks=pytest.mark.slow) for t in HALVES)])
-@pytest.mark.parametrize("split_k", [1, 3])
+@pytest.mark.parametrize("split_k", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_have_the_bits_that_they_have_alone(mode: str, split_k: int, dtype: torch.dtype, device: str) -> None:
     made = Matmul(19, (40, 56), tile(16, split_k), dtype, mode, device)

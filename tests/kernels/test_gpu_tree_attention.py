@@ -22,7 +22,7 @@ from tests.kernels.attention_cases import Heads, Rows, assert_defined, case, pre
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
+    [torch.float32, *(pytest.param(t, marks=pytest.mark.slow) for t in (torch.bfloat16, torch.float16))],
 )
 @pytest.mark.parametrize(
     ("heads", "block_size"),

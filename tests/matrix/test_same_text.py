@@ -187,6 +187,7 @@ def test_mixed_batch_with_preemption(targets: Targets, plain: Plain, kind: str, 
     check(kind, harness, expected, ran)
 
 
+@pytest.mark.slow
 def test_prefix_hits(targets: Targets, plain: Plain, kind: str, temperature: float) -> None:
     target, drafters = targets.of_kind(kind)
     expected = plain.results(target, temperature)

@@ -179,7 +179,9 @@ ARENA_LIES: dict[str, Lie] = {
 }
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "transport", [TRANSPORTS[0], *(pytest.param(other, marks=pytest.mark.slow) for other in TRANSPORTS[1:])]
+)
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 def test_a_lie_costs_root_only_steps_and_a_counter(
     lie: Lie, transport: str, expected: list[Result], tmp_path: Path
