@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import random
 import socket
+from collections import deque
 from pathlib import Path
 
 # The lowest port to try, and the least number of candidates.
 LEAST_PORT = 20_000
 NUM_PORTS = 10_000
+# The latest ports that no other process is given. By the time that so many more were asked for, they are bound.
+NUM_CLAIMS = 64
 
 _given_ports: set[int] = set()
+_claims: deque[socket.socket] = deque()
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Return ports of ``host``, an address of this machine, that nobody listens on now, each only once.
 
-    They are below the kernel's range of ephemeral ports: until a port is bound, a connection could
-    get an ephemeral one.
+    Nor does another process get them from here while this one lives. They are below the kernel's range
+    of ephemeral ports: until a port is bound, a connection could get an ephemeral one.
     """
     first_of_any = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
     candidates = range(LEAST_PORT, max(first_of_any, LEAST_PORT + NUM_PORTS))
@@ -25,10 +29,24 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     while len(found) < count:
         # Other processes may seed the default generator alike and try the same ports.
         port = random.SystemRandom().choice(candidates)
-        if port not in _given_ports and _is_free(host, port):
+        if port not in _given_ports and _claim(port) and _is_free(host, port):
             _given_ports.add(port)
             found.append(port)
     return found
+
+
+def _claim(port: int) -> bool:
+    """Take a name that the kernel gives to one process at a time, and frees when that ends."""
+    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        name.bind(f"\0foretoken-port-{port}")
+    except OSError:
+        name.close()
+        return False
+    _claims.append(name)
+    if len(_claims) > NUM_CLAIMS:
+        _claims.popleft().close()
+    return True
 
 
 def _is_free(host: str, port: int) -> bool:
