@@ -20,8 +20,8 @@ _claims: deque[socket.socket] = deque()
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Return ports of ``host``, an address of this machine, that nobody listens on now, each only once.
 
-    Nor does another process get them from here while this one lives. They are below the kernel's range
-    of ephemeral ports: until a port is bound, a connection could get an ephemeral one.
+    While this process lives, no other one gets the latest ``NUM_CLAIMS`` from here. Ports are below the
+    kernel's range of ephemeral ports: until a port is bound, a connection could get an ephemeral one.
     """
     first_of_any = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
     candidates = range(LEAST_PORT, max(first_of_any, LEAST_PORT + NUM_PORTS))

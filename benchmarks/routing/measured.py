@@ -225,7 +225,7 @@ def fitted(samples: Sequence[Figures]) -> Costs:
 
 
 def slowness(costs: Costs, samples: Sequence[Figures]) -> float:
-    """Return how many times the CPU time was that the samples' work takes at these costs."""
+    """Return the samples' CPU time over what their work takes at these costs."""
     expected_s = float((_work(samples) @ [costs.step_s, costs.row_s, costs.token_s]).sum())
     return sum(figures.cpu_s for figures in samples) / expected_s
 

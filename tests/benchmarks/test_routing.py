@@ -168,7 +168,7 @@ def test_costs_are_scaled_to_the_cpu_time_of_the_measured_trace() -> None:
 
 
 class HalfIdleServers:
-    """Two verifiers, of which the second one never has work. Each look at the first one finds more done."""
+    """Two verifiers. The first one has done more at each look; the second one never has work."""
 
     work = ((0, 0, 0), (10, 40, 300), (15, 45, 1200), (35, 205, 1200), (47, 275, 1700))
 

@@ -1,4 +1,4 @@
-"""Ports for servers that are about to start: nobody else gets them meanwhile."""
+"""Free ports: those of one process are given to no other one."""
 
 from __future__ import annotations
 

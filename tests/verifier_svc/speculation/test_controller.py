@@ -60,11 +60,11 @@ def ratios(machine: Machine, phases: list[Phase], *, seed: int = 3, bounds: Tree
 
 
 CASES = [
-    *((machine, text, "256") for machine in ("quick head", "slow head") for text in TEXTS),
     *(
-        pytest.param(machine, text, "16", marks=pytest.mark.slow)
+        pytest.param(machine, text, load, marks=[pytest.mark.slow] if load == "16" else [])
         for machine in ("quick head", "slow head")
         for text in TEXTS
+        for load in ("16", "256")
     ),
     *(("rows cost", text, "1 to 64 to 256 to 1") for text in TEXTS),
     *(("trees hardly better", text, "256 to 1 to 256") for text in TEXTS),
