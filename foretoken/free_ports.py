@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from collections import deque
@@ -14,7 +15,7 @@ NUM_PORTS = 10_000
 NUM_CLAIMS = 64
 
 _given_ports: set[int] = set()
-_claims: deque[socket.socket] = deque()
+_claims: deque[int] = deque()
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
@@ -43,9 +44,10 @@ def _claim(port: int) -> bool:
     except OSError:
         name.close()
         return False
-    _claims.append(name)
+    # A descriptor: the end of the process closes it, and nothing else needs to.
+    _claims.append(name.detach())
     if len(_claims) > NUM_CLAIMS:
-        _claims.popleft().close()
+        os.close(_claims.popleft())
     return True
 
 

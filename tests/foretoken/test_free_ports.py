@@ -43,12 +43,13 @@ def test_ports_of_a_process_that_lives_are_not_given(monkeypatch: pytest.MonkeyP
 
 
 def test_the_latest_claims_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_claims", claims := deque[socket.socket]())
+    monkeypatch.setattr(module, "_claims", claims := deque[int]())
     monkeypatch.setattr(module, "NUM_CLAIMS", 3)
     given = free_ports(8)
-    names = [claim.getsockname() for claim in claims]
+    names = []
     for claim in claims:
-        claim.close()
+        with socket.socket(fileno=claim) as name:
+            names.append(name.getsockname())
     assert names == [f"\0foretoken-port-{port}".encode() for port in given[-3:]]
 
 
