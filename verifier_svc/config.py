@@ -17,6 +17,8 @@ from foretoken.limits import MAX_DRAFT_TOKENS
 
 Transport = Literal["auto", "shared-memory", "grpc"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
+# Nodes of a draft tree where nothing says more.
+DEFAULT_NODES = 8
 # What --kv-events imports: the extra kv-events.
 _KV_EVENT_MODULES = ("zmq", "msgspec")
 _ZMQ_TCP = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.]+\]|[^\s:/@]+):([0-9]{1,5})")
@@ -121,8 +123,13 @@ class VerifierSettings(ServedModelSettings, ComputeSettings, ListenerSettings, K
         "ride in it as are measured to fit. 0: no limit.",
     )
     disable_radix_cache: bool = Field(default=False, description="Use no prefix cache: compute every prompt in full.")
-    speculative_num_draft_tokens: int = Field(
-        default=8, ge=1, le=MAX_DRAFT_TOKENS.high + 1, description="Most nodes of one draft tree, including the root."
+    # verifier_svc.model.sizes puts a number in place of 0.
+    speculative_num_draft_tokens: Annotated[int, AUTO] = Field(
+        default=0,
+        ge=0,
+        le=MAX_DRAFT_TOKENS.high + 1,
+        description="Most nodes of one draft tree, including the root. auto: 32 on a GPU, but 8 if "
+        "--speculative-num-steps is given; 8 on a CPU.",
     )
     speculative_num_steps: int = Field(
         default=0, ge=0, le=64, description="Exact levels of a draft model's trees; 0: as many as pay off."
@@ -173,6 +180,8 @@ class VerifierSettings(ServedModelSettings, ComputeSettings, ListenerSettings, K
     def _within_a_tree(cls, length: float | None, info: ValidationInfo) -> float | None:
         """Raise ValueError if ``length`` exceeds the nodes of a tree, its longest possible path."""
         nodes = info.data.get("speculative_num_draft_tokens")
+        if nodes == 0:
+            nodes = DEFAULT_NODES
         if length is not None and nodes is not None and length > nodes:
             raise ValueError(f"expected at most {nodes}, the nodes of a tree (--speculative-num-draft-tokens)")
         return length

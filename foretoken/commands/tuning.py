@@ -18,7 +18,7 @@ from foretoken.tune.candidates import AUTO, PLAIN, Drafter, Shape, bounds_of
 from foretoken.tune.choice import Choice
 from foretoken.tune.run import check_files
 from gateway.config import GatewaySettings
-from verifier_svc.config import VerifierSettings
+from verifier_svc.config import DEFAULT_NODES, VerifierSettings
 
 _SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 # Flags of ``serve`` that tuning finds.
@@ -40,7 +40,7 @@ class Trial:
     Attributes:
         words: its command line, without ports.
         specs: its drafters.
-        bounds: of its trees.
+        bounds: of its trees; 0 nodes: as many as it chooses by itself.
     """
 
     words: list[str]
@@ -57,14 +57,16 @@ def trial_of(given: Given, options: TuneOptions) -> tuple[Trial, tuple[str, ...]
 
     Raises ConfigError and CheckpointError as a start would. A hub id is downloaded.
     """
-    fields = VerifierSettings.model_fields
-    least = Shape(1, *(int(fields[name].default) for name in _SHAPE[1:]))
+    least = Shape(1, int(VerifierSettings.model_fields["speculative_eagle_topk"].default), DEFAULT_NODES)
     kinds = (DrafterSettings, VerifierSettings, ServeOptions)
     wanted = {name for kind in kinds for name in kind.model_fields} - _OF_NETWORK - _FOUND | _OF_REQUESTS
     values: dict[str, Any] = {name: value for name, value in given.values.items() if name in wanted}
     stack = verifier_stack(Given(values), Path("/none"), "unix:/none")
     has_model = any(spec.row.runs_model for spec, _ in stack.drafters)
     bounds = bounds_of(options.draft_shapes if has_model else (), least)
+    if bounds.num_draft_tokens == DEFAULT_NODES:
+        # ``auto`` is measured as a server without the flag would choose.
+        bounds = bounds._replace(num_draft_tokens=0)
     values |= dict(zip(_SHAPE[1:], bounds[1:], strict=True))
     ignored = [_flag(name) for name in sorted(_FOUND & given.values.keys())]
     notices = (f"{', '.join(ignored)}: tuning finds it, so what is given has no effect",) if ignored else ()
@@ -124,7 +126,7 @@ def _given_values(given: Given, algorithms: set[str], *, keeps_drafters: bool) -
 
 
 def _shape_values(names: Sequence[str], numbers: Sequence[int]) -> dict[str, Value | bool]:
-    return {_flag(name).removeprefix("--"): str(number) for name, number in zip(names, numbers, strict=True)}
+    return {_flag(name).removeprefix("--"): str(number or "auto") for name, number in zip(names, numbers, strict=True)}
 
 
 def check_options(given: Given, options: TuneOptions) -> None:

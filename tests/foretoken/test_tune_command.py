@@ -30,6 +30,8 @@ from tests.support.command_line import DEMO, free_port
 from verifier_svc.config import VerifierSettings
 
 SHAPES = ("--shapes", "3-1-4,7-8-32")
+# 0: as many nodes as the server chooses.
+AUTO_NODES = 0
 NGRAM_FLAGS = ("--speculative-ngram-capacity", "4096")
 TREE = Candidate("eagle3 7-8-32", ("eagle3",), Shape(7, 8, 32))
 LOOKUP = Candidate("ngram", ("ngram",))
@@ -77,13 +79,13 @@ def test_small_shapes_leave_the_servers_own_choice_its_usual_bounds(tmp_path: Pa
     """``auto`` is measured as a server without these flags would choose."""
     words = ("demo", "--shapes", "1-1-2,5-2-8")
     stack = started(tmp_path / "t.yaml", Choice(AUTO, 0, 1.0), *words)
-    assert TreeFlags.of(stack.verifier) == TreeFlags(0, 4, 8)
+    assert TreeFlags.of(stack.verifier) == TreeFlags(0, 4, AUTO_NODES)
 
 
 def test_plain_decode_starts_no_drafter(tmp_path: Path) -> None:
     words = ("demo", "--speculative-num-steps", "3", *NGRAM_FLAGS)
     stack = started(tmp_path / "t.yaml", Choice(PLAIN, 0, 1.0), *words)
-    assert stack.drafters == [] and TreeFlags.of(stack.verifier) == TreeFlags(0, 4, 8)
+    assert stack.drafters == [] and TreeFlags.of(stack.verifier) == TreeFlags(0, 4, AUTO_NODES)
 
 
 def test_a_look_up_drafter_keeps_its_options(tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_a_look_up_drafter_keeps_its_options(tmp_path: Path) -> None:
     assert [(spec.name, spec.placement) for spec, _ in stack.drafters] == [("ngram", "in-process")]
     assert stack.drafters[0][1].ngram.capacity == 4096
     # No shape is tried without a model, so the bounds are the usual ones.
-    assert TreeFlags.of(stack.verifier) == TreeFlags(0, 4, 8)
+    assert TreeFlags.of(stack.verifier) == TreeFlags(0, 4, AUTO_NODES)
 
 
 def test_drafters_that_draft_together_are_both_there(tmp_path: Path) -> None:

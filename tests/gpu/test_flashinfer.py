@@ -142,6 +142,7 @@ def test_a_verifier_takes_it(wanted: Literal["auto", "flashinfer"], tmp_path: Pa
         max_total_tokens=2048,
         max_running_requests=4,
         chunked_prefill_size=2048,
+        speculative_num_draft_tokens=8,
     )
     backend = Backend("gpu", torch.device(device))
     target = load_target(settings, memory_plan(settings, backend), backend, silent)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from foretoken.models.backend import CPU, Backend
-from verifier_svc.config import VerifierSettings
+from verifier_svc.config import DEFAULT_NODES, VerifierSettings
 from verifier_svc.model import sizes
-from verifier_svc.model.sizes import GPU_RUNNING, TOKENS_OF_ONE, with_sizes
+from verifier_svc.model.sizes import GPU_NODES, GPU_RUNNING, TOKENS_OF_ONE, with_sizes
 from verifier_svc.model.target import memory_plan
 
 DEMO = Path(__file__).parents[3] / "models" / "demo" / "target"
@@ -37,8 +37,14 @@ def test_a_cpu_has_its_own_sizes() -> None:
 @pytest.mark.parametrize("backend", [CPU, GPU])
 def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, GIB))
-    given = settings(max_running_requests=3, chunked_prefill_size=70)
+    given = settings(max_running_requests=3, chunked_prefill_size=70, speculative_num_draft_tokens=5)
     assert with_sizes(given, backend) == given
+
+
+def test_a_gpu_drafts_large_trees_where_their_shape_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    for fields, nodes in (({}, GPU_NODES), ({"speculative_num_steps": 5}, DEFAULT_NODES)):
+        assert on_gpu(monkeypatch, 80 * GIB, **fields).speculative_num_draft_tokens == nodes
+        assert with_sizes(settings(**fields), CPU).speculative_num_draft_tokens == DEFAULT_NODES
 
 
 def test_a_large_gpu_runs_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
