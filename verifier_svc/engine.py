@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 # Between two looks at an idle engine's drafters: one that has attached needs graphs.
 _LOOK_S = 0.2
 # Seconds after which a new engine counts as prepared: under load it has no time to capture graphs.
-_PREPARES_S = 60.0
+_PREPARES_S = 80.0
 
 
 class Engine:

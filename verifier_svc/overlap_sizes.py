@@ -8,11 +8,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from foretoken.models.device_batch import bucket, seq_bucket
-from verifier_svc.speculation.candidate_shapes import SHARED_FROM
+from verifier_svc.drafters.request import Shape
+from verifier_svc.speculation.candidate_shapes import MOST_LARGE_TREE_ROWS, SHARED_FROM, is_large_tree
 
 # Numbers of sequences, and rows of a step, whose graphs are captured before the first request.
 _SEAT_COUNTS = (*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 513, 16))
 MAX_USUAL_ROWS = 1024
+# Rows of a few large trees among many seats.
+_EMPTIED_ROWS = (MOST_LARGE_TREE_ROWS // 4, MOST_LARGE_TREE_ROWS // 2, MOST_LARGE_TREE_ROWS)
 
 
 class UsualSize(NamedTuple):
@@ -24,31 +27,68 @@ class UsualSize(NamedTuple):
     is_shared: bool
 
 
-def usual_sizes(
-    max_seats: int, most_nodes: int, sizes: Items[tuple[int, int]], *, has_found: bool
-) -> Iterator[UsualSize]:
+class ShapeRows(NamedTuple):
+    """Rows of the steps in one shape of trees.
+
+    Attributes:
+        mean: of a sequence, on average.
+        most: of one sequence.
+        is_for_few: whether only small batches draft so (MOST_LARGE_TREE_ROWS).
+    """
+
+    mean: int
+    most: int
+    is_for_few: bool = False
+
+
+def rows_of_shapes(shapes: Items[Shape]) -> list[ShapeRows]:
+    """Return the rows of all shapes among which the controller chooses; of a single one, for any batch."""
+    has_choice = len(shapes) > 1
+    return sorted({ShapeRows(shape.rows, shape.nodes, has_choice and is_large_tree(shape)) for shape in shapes})
+
+
+def usual_sizes(max_seats: int, most_nodes: int, shapes: Items[ShapeRows], *, has_found: bool) -> Iterator[UsualSize]:
     """Yield the usual sizes of steps.
 
     Args:
         max_seats: most sequences.
         most_nodes: of a tree from the host.
-        sizes, has_found: as for ResidentStep.captures.
+        shapes, has_found: as for ResidentStep.captures.
     """
     for before, count in pairwise((0, *_SEAT_COUNTS)):
-        for mean, most in sizes:
-            is_shared = mean < most
+        for mean, most, is_for_few in shapes:
+            is_shared, limit = mean < most, MOST_LARGE_TREE_ROWS if is_for_few else MAX_USUAL_ROWS
             if is_shared and count < SHARED_FROM:
                 continue
             # The largest size has as many rows as a graph may have, and holds some counts below its own.
-            if before < max_seats and (before + 1) * mean <= MAX_USUAL_ROWS:
+            if before < max_seats and (before + 1) * mean <= limit:
                 seqs = min(count, max_seats)
-                yield UsualSize(min(seqs * mean, MAX_USUAL_ROWS), seqs, most, is_shared)
+                yield UsualSize(min(seqs * mean, limit), seqs, most, is_shared)
+    if has_found:
+        yield from _sizes_with_found(max_seats, most_nodes)
+    else:
+        yield from _emptied_sizes(max_seats, shapes)
+
+
+def _sizes_with_found(max_seats: int, most_nodes: int) -> Iterator[UsualSize]:
+    """Yield sizes for steps of which any number of sequences has a tree of any size."""
     count = 1
-    while has_found and count <= seq_bucket(max_seats):
-        # Any number of the sequences has a tree of any size.
+    while count <= seq_bucket(max_seats):
         seqs = min(count, max_seats)
         rows = count // 2 + 2
         while rows <= min(seqs * most_nodes, MAX_USUAL_ROWS):
             yield UsualSize(rows, seqs, most_nodes, False)
             rows = bucket(rows) + 1
+        count *= 2
+
+
+def _emptied_sizes(max_seats: int, shapes: Items[ShapeRows]) -> Iterator[UsualSize]:
+    """Yield sizes for batches that have emptied: the few sequences left draft in large trees, among many seats."""
+    most = max((shape.most for shape in shapes if shape.is_for_few), default=0)
+    if not most:
+        return
+    count = seq_bucket(MOST_LARGE_TREE_ROWS // most + 1)
+    while count <= seq_bucket(max_seats):
+        for rows in _EMPTIED_ROWS:
+            yield UsualSize(rows, min(count, max_seats), most, False)
         count *= 2

@@ -36,7 +36,7 @@ from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.overlap_graphs import OverlapGraphs
 from verifier_svc.overlap_seats import SeatNeeds, StepSeats
-from verifier_svc.overlap_sizes import MAX_USUAL_ROWS, usual_sizes
+from verifier_svc.overlap_sizes import MAX_USUAL_ROWS, ShapeRows, usual_sizes
 from verifier_svc.overlap_stage import Stage, StepShape
 from verifier_svc.sampling.allowed_tokens import TreeMasks
 from verifier_svc.sampling.device_logprobs import LogprobNumbers, logprob_numbers
@@ -171,12 +171,12 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self.seating.forget_layout()
 
     @torch.inference_mode()
-    def captures(self, features: tuple[int, ...], sizes: Items[tuple[int, int]], *, has_found: bool) -> Iterator[None]:
+    def captures(self, features: tuple[int, ...], shapes: Items[ShapeRows], *, has_found: bool) -> Iterator[None]:
         """Capture the graphs of usual sizes, one for each item; no step may be in flight meanwhile.
 
         Args:
             features: as for ``begin``.
-            sizes: rows of a sequence in a step, on average and at most.
+            shapes: those in which steps draft.
             has_found: whether some sequences of a step may have trees from the host.
         """
         # Prompts of one sequence, of a few, and of many.
@@ -186,7 +186,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
                 self._runner.forward(blank_batch(rows, min(seqs, len(self.seating.seats))), features)
                 yield
                 rows = prompt_bucket(rows + 1)
-        usual = usual_sizes(len(self.seating.seats), self.memory.layout.nodes, sizes, has_found=has_found)
+        usual = usual_sizes(len(self.seating.seats), self.memory.layout.nodes, shapes, has_found=has_found)
         for rows, seqs, width, is_shared in usual:
             self._features = features
             stage = self._stage(rows, seqs, width, 1, is_shared=is_shared)

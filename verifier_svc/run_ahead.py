@@ -12,6 +12,7 @@ from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.step_deadlines import StepDeadlines
 from verifier_svc.lifecycle import Lifecycle
 from verifier_svc.overlap import Messages, OverlappedRun
+from verifier_svc.overlap_sizes import ShapeRows, rows_of_shapes
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.speculation.overlap_policy import OverlapBlock
 from verifier_svc.speculation.resident_drafting import ResidentDrafting
@@ -69,17 +70,16 @@ class RunAhead:
         Called while no sequence runs.
         """
         self._forget_memory(speculator.drafters)
-        steps: dict[ResidentStep, tuple[tuple[int, ...], list[tuple[int, int]]]] = {self._plain: ((), [(1, 1)])}
+        steps: dict[ResidentStep, tuple[tuple[int, ...], list[ShapeRows]]] = {self._plain: ((), [ShapeRows(1, 1)])}
         for drafter in speculator.drafters:
             attachment = drafter.attachment
             if attachment is not None and attachment.has_resident and attachment.has_answered():
-                shapes = speculator.overlap.controllers.of(drafter).controller.shapes
-                sizes = sorted({(shape.rows, shape.nodes) for shape in shapes})
-                steps[self._step_for(drafter, attachment)[0]] = attachment.needs.features, sizes
+                shapes = rows_of_shapes(speculator.overlap.controllers.of(drafter).controller.shapes)
+                steps[self._step_for(drafter, attachment)[0]] = attachment.needs.features, shapes
         has_lookups = any(drafter.is_attached and not drafter.has_model for drafter in speculator.drafters)
-        for step, (features, sizes) in steps.items():
+        for step, (features, shapes) in steps.items():
             if step not in self._captures:
-                self._captures[step] = step.captures(features, sizes, has_found=has_lookups)
+                self._captures[step] = step.captures(features, shapes, has_found=has_lookups)
             if next(self._captures[step], self) is not self:
                 return True
         return False

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+
 import pytest
 
 from foretoken.models.device_batch import captured_sizes
+from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.overlap_graphs import OverlapGraphs
-from verifier_svc.overlap_sizes import MAX_USUAL_ROWS, usual_sizes
+from verifier_svc.overlap_sizes import MAX_USUAL_ROWS, ShapeRows, UsualSize, rows_of_shapes, usual_sizes
 from verifier_svc.overlap_stage import StepShape
-from verifier_svc.speculation.candidate_shapes import SHARED_FROM
+from verifier_svc.speculation.candidate_shapes import (
+    MOST_LARGE_TREE_ROWS,
+    SHARED_FROM,
+    candidate_shapes,
+    is_large_tree,
+    suits,
+)
 
 LAYERS = (2, 16)
 
@@ -85,14 +95,43 @@ def test_rows_that_no_graph_of_its_own_could_spare_are_not_counted() -> None:
     assert not graphs.is_due
 
 
+def captured_usual(usual: Iterable[UsualSize]) -> OverlapGraphs:
+    sizes = [captured_sizes(rows, seqs, width, 1) for rows, seqs, width, _ in usual]
+    return captured(*(StepShape(*each, LAYERS, size.is_shared) for each, size in zip(sizes, usual, strict=True)))
+
+
 @pytest.mark.parametrize("max_seats", [1, 7, 100, 256, 500])
 @pytest.mark.parametrize(("mean", "most"), [(1, 1), (2, 2), (4, 4), (5, 5), (4, 6), (6, 8), (7, 7), (32, 32)])
 def test_every_number_of_sequences_has_a_graph_that_holds_it(max_seats: int, mean: int, most: int) -> None:
-    usual = list(usual_sizes(max_seats, most, [(mean, most)], has_found=False))
-    graphs = OverlapGraphs()
-    for rows, seqs, width, is_shared in usual:
-        graphs.add(StepShape(*captured_sizes(rows, seqs, width, 1), LAYERS, is_shared))
+    usual = list(usual_sizes(max_seats, most, [ShapeRows(mean, most)], has_found=False))
+    graphs = captured_usual(usual)
     assert all(size.rows <= MAX_USUAL_ROWS for size in usual)
     for count in range(SHARED_FROM if mean < most else 1, max_seats + 1):
         if count * mean <= MAX_USUAL_ROWS:
             assert graphs.choose(size(count * mean, count, most, 1, is_shared=mean < most)), count
+
+
+@pytest.mark.parametrize("max_seats", [1, 7, 100, 256, 500])
+@pytest.mark.parametrize("has_found", [False, True])
+def test_every_shape_of_a_choice_has_a_graph_however_the_seats_have_emptied(max_seats: int, has_found: bool) -> None:
+    shapes = candidate_shapes(TreeBounds(32))
+    assert {16, 32} <= {shape.nodes for shape in shapes}
+    usual = list(usual_sizes(max_seats, 32, rows_of_shapes(shapes), has_found=has_found))
+    graphs = captured_usual(usual)
+    for shape in shapes:
+        is_shared = shape.rows < shape.nodes
+        for count in filter(partial(suits, shape), range(1, max_seats + 1)):
+            for seats in range(count, max_seats + 1, 7):
+                if is_large_tree(shape) or seats * shape.rows <= MAX_USUAL_ROWS:
+                    asked = size(count * shape.rows, seats, shape.nodes, 1, is_shared=is_shared)
+                    assert graphs.choose(asked), (shape, count, seats)
+
+
+def test_large_trees_get_no_graphs_for_batches_that_do_not_draft_them() -> None:
+    shapes = candidate_shapes(TreeBounds(32))
+    usual = usual_sizes(256, 32, rows_of_shapes(shapes), has_found=False)
+    assert max(size.rows for size in usual if size.max_width > 8) == MOST_LARGE_TREE_ROWS
+    # A fixed shape is drafted in any batch.
+    (fixed,) = candidate_shapes(TreeBounds(32, 5))
+    usual = usual_sizes(256, 32, rows_of_shapes([fixed]), has_found=False)
+    assert max(size.rows for size in usual) == MAX_USUAL_ROWS

@@ -23,6 +23,7 @@ from tests.support.tiny_checkpoint import save_llama
 from verifier_svc import overlap_step
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.model.device_runner import DeviceRunner
+from verifier_svc.overlap_sizes import ShapeRows
 from verifier_svc.overlap_stage import StepShape
 from verifier_svc.overlap_step import ResidentStep
 from verifier_svc.sampling.allowed_tokens import TreeMasks
@@ -253,7 +254,7 @@ def test_captures_stay_within_the_largest_pass_and_write_no_kv_entries(folder: P
     """A server with small settings has fewer sizes to capture."""
     steps = Steps(folder, device, rows=40)
     cache = steps.runner.planes.fill_(1).clone()
-    assert len(list(steps.step.captures(EMBEDDING, [(1, 1), (NODES, NODES)], has_found=True))) >= 2
+    assert len(list(steps.step.captures(EMBEDDING, [ShapeRows(1, 1), ShapeRows(NODES, NODES)], has_found=True))) >= 2
     assert torch.equal(steps.runner.planes, cache)
     assert steps.step.num_in_flight == 0 and not any(steps.step.seating.seats)
 
@@ -277,7 +278,7 @@ def test_no_step_with_masks_is_captured_while_streams_wait(
 ) -> None:
     monkeypatch.setattr(overlap_step, "DeviceGraphs", RecordedGraphs)
     steps = Steps(folder, device, rows=40)
-    assert list(steps.step.captures(EMBEDDING, [(1, 1)], has_found=False))
+    assert list(steps.step.captures(EMBEDDING, [ShapeRows(1, 1)], has_found=False))
     captured = list(RecordedGraphs.captured)
     steps.step.begin(EMBEDDING, 0)
     sequence = sequence_of([3, 4, 5], 0, [0, 1, 2, 3], max_tokens=12)

@@ -10,8 +10,11 @@ from verifier_svc.drafters.handle import DrafterHandle
 
 logger = logging.getLogger(__name__)
 
-# A drafter that is not attached and prepared so long after the verifier began to serve is done without.
+# A drafter that is not attached so long after the verifier began to serve is done without.
 MAX_AWAIT_S = 30.0
+# One that is attached and prepares has longer: it goes on only while it is idle, so that under load requests would meet
+# what it has not captured for minutes. On a GPU where no kernel was compiled before it takes more than 30 s.
+MAX_PREPARE_S = 150.0
 
 
 class AwaitedDrafters:
@@ -24,34 +27,36 @@ class AwaitedDrafters:
     def __init__(self, drafters: Iterable[DrafterHandle] = (), clock: Callable[[], float] = time.monotonic) -> None:
         """The wait begins now. ``clock``: seconds."""
         self._drafters = list(drafters)
-        self._clock = clock
-        self._until = clock() + MAX_AWAIT_S
+        self._clock, self._began = clock, clock()
 
     def is_waiting(self) -> bool:
         """Return whether a drafter is still awaited; warn of each that was not there in time."""
-        self._drafters = [drafter for drafter in self._drafters if not self._is_there(drafter)]
-        if self._drafters and self._clock() >= self._until:
-            for drafter in self._drafters:
-                self._warn(drafter)
-            self._drafters = []
+        waited_s = self._clock() - self._began
+        awaited = [drafter for drafter in self._drafters if not self._is_there(drafter)]
+        late = [drafter for drafter in awaited if waited_s >= _most_s(drafter)]
+        for drafter in late:
+            _warn(drafter)
+        self._drafters = [drafter for drafter in awaited if drafter not in late]
         return bool(self._drafters)
 
     @staticmethod
     def _is_there(drafter: DrafterHandle) -> bool:
         return drafter.is_detached or (drafter.num_attaches > 0 and not drafter.is_preparing)
 
-    @staticmethod
-    def _warn(drafter: DrafterHandle) -> None:
-        if drafter.num_attaches:
-            logger.warning(
-                "drafter %s has not captured its graphs within %.0f s; ready with what it has",
-                drafter.name,
-                MAX_AWAIT_S,
-            )
-            return
+
+def _most_s(drafter: DrafterHandle) -> float:
+    return MAX_PREPARE_S if drafter.num_attaches else MAX_AWAIT_S
+
+
+def _warn(drafter: DrafterHandle) -> None:
+    if drafter.num_attaches:
         logger.warning(
-            "drafter %s has not attached within %.0f s: %s; ready without it",
-            drafter.name,
-            MAX_AWAIT_S,
-            drafter.reason or "it is still being attached",
+            "drafter %s has not captured its graphs within %.0f s; ready with what it has", drafter.name, MAX_PREPARE_S
         )
+        return
+    logger.warning(
+        "drafter %s has not attached within %.0f s: %s; ready without it",
+        drafter.name,
+        MAX_AWAIT_S,
+        drafter.reason or "it is still being attached",
+    )

@@ -30,12 +30,16 @@ def is_chain(shape: Shape) -> bool:
     return shape.branches == 1 and shape.depth > 0 and shape.nodes > 1 and not shape.budget
 
 
+def is_large_tree(shape: Shape) -> bool:
+    """Return whether only small batches draft in this shape, where there is a choice."""
+    return shape.branches > 1 and shape.nodes > TREE_NODES[0]
+
+
 def suits(shape: Shape, batch: int) -> bool:
     """Return whether a batch of so many sequences may draft in this shape, where there is a choice."""
     if shape.budget:
         return batch >= SHARED_FROM
-    is_large = shape.branches > 1 and shape.nodes > TREE_NODES[0]
-    return not is_large or batch * shape.nodes <= MOST_LARGE_TREE_ROWS
+    return not is_large_tree(shape) or batch * shape.nodes <= MOST_LARGE_TREE_ROWS
 
 
 def candidate_shapes(bounds: TreeBounds) -> tuple[Shape, ...]:

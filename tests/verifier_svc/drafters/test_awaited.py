@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from verifier_svc.drafters.awaited import MAX_AWAIT_S, AwaitedDrafters
+from verifier_svc.drafters.awaited import MAX_AWAIT_S, MAX_PREPARE_S, AwaitedDrafters
 from verifier_svc.drafters.handle import DrafterHandle
 
 
@@ -56,8 +56,20 @@ def test_one_that_prepares_for_long_is_named_once(caplog: pytest.LogCaptureFixtu
     clock = Clock()
     awaited = AwaitedDrafters([drafter("head", num_attaches=1, is_preparing=True)], clock)
     clock.now += MAX_AWAIT_S
+    assert awaited.is_waiting() and not caplog.messages
+    clock.now += MAX_PREPARE_S - MAX_AWAIT_S
     assert not awaited.is_waiting() and not awaited.is_waiting()
-    assert caplog.messages == ["drafter head has not captured its graphs within 30 s; ready with what it has"]
+    assert caplog.messages == ["drafter head has not captured its graphs within 150 s; ready with what it has"]
+
+
+def test_one_that_is_missing_does_not_end_the_wait_for_one_that_prepares(caplog: pytest.LogCaptureFixture) -> None:
+    clock, head = Clock(), drafter("head", num_attaches=1, is_preparing=True)
+    awaited = AwaitedDrafters([drafter("ngram"), head], clock)
+    clock.now += MAX_AWAIT_S
+    assert awaited.is_waiting() and awaited.is_waiting()
+    assert len(caplog.messages) == 1 and "ngram has not attached" in caplog.messages[0]
+    head.is_preparing = False  # type: ignore[misc]
+    assert not awaited.is_waiting()
 
 
 def test_one_that_the_operator_takes_away_is_awaited_no_longer() -> None:
