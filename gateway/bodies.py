@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foretoken.errors import QueueFullError
+from gateway.turns import LoopTurns
 
 _SCOPE_KEY = "foretoken.body"
 
@@ -22,6 +23,7 @@ class BodyBudget:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.num_bytes = 0
+        self.turns = LoopTurns()
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[BodyHold]:
@@ -49,6 +51,13 @@ class BodyHold:
             )
         self._budget.num_bytes += growth
         self.num_bytes = num_bytes
+
+    async def turn(self) -> None:
+        """Wait for a turn of the event loop in which no other body is parsed.
+
+        gRPC messages need none: they are read one at a time.
+        """
+        await self._budget.turns.take()
 
     def release(self) -> None:
         """Return all bytes. Safe to call more than once."""

@@ -109,6 +109,7 @@ async def read_object(
     """
     _check_media_type(request)
     body = await _read_body(request)
+    await hold_of(request.scope).turn()
     if check is not None:
         check()
     return await parse_body(body, max_values=max_values)
