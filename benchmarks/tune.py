@@ -1,6 +1,7 @@
-"""Hold ``foretoken tune`` against the full grid, on the demo model.
+"""Hold ``foretoken tune`` against the full grid, on the demo model or another one with an EAGLE-3 head.
 
     python -m benchmarks.tune [--batches 1,4,16] [--shapes 1-1-2,3-1-4] [--output FILE] [--quick]
+    python -m benchmarks.tune --target WIDE/target --head WIDE/eagle3 --cores 0    # on a GPU
     python -m benchmarks.tune --by-flags 3-1-4
 
 Held-out code runs against one server: first tuning, then the full grid, then what tuning found and what the grid found
@@ -25,7 +26,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from benchmarks import environment
-from benchmarks.command import finish, progress, take_cores
+from benchmarks.command import finish, numbers, progress, take_cores
 from benchmarks.figures import median
 from benchmarks.prompts import code_prompts
 from benchmarks.report import Bar, Figure, figures_table, missed_bars
@@ -45,14 +46,39 @@ from foretoken.tune.tuner import Findings, Tuner
 
 DEMO = environment.ROOT / "models" / "demo"
 DRAFTERS = (Drafter("eagle3", has_model=True), Drafter("ngram", has_model=False))
-# The demo's own drafters, by flags.
-HEAD = f"name=eagle3,algorithm=EAGLE3,model={DEMO / 'eagle3'},token_map={DEMO / 'token_map.safetensors'}"
 NGRAM = "name=ngram,algorithm=NGRAM,placement=in-process"
 NUM_CORES = 2
 NUM_PROMPTS = 128
 OUTPUT_LEN = 64
 NUM_PAIRS = 9
 OF_BEST, OF_TIME, OF_FLAGS = 0.97, 0.25, 0.97
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A target, its EAGLE-3 head as a drafter's flag, and the requests that run at once."""
+
+    target: Path
+    head: str
+    max_running: int
+
+    @staticmethod
+    def of(target: Path | None, head: Path | None, max_running: int) -> Served:
+        """Return the given models; None: the demo's, whose head drafts its most frequent tokens alone."""
+        token_map = "" if head else f",token_map={DEMO / 'token_map.safetensors'}"
+        flag = f"name=eagle3,algorithm=EAGLE3,model={head or DEMO / 'eagle3'}{token_map}"
+        return Served(target or DEMO / "target", flag, max_running)
+
+    def flags(self) -> list[str]:
+        """Return the flags of a server with the head."""
+        most = str(self.max_running)
+        return [str(self.target), "--disable-radix-cache", "--max-running-requests", most, "--drafter", self.head]
+
+    def flags_for(self, shapes: Sequence[Shape]) -> list[str]:
+        """Return the flags of a server with both drafters that admits all shapes."""
+        _, topk, nodes = bounds_of(shapes, Shape(1, 4, 8))
+        bounds = ["--speculative-eagle-topk", str(topk), "--speculative-num-draft-tokens", str(nodes)]
+        return [*self.flags(), "--drafter", NGRAM, *bounds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +135,12 @@ class Servers:
         return Target("server", address, served_model(address), options)
 
 
-def hold(settings: TuneSettings, servers: Servers, num_pairs: int) -> tuple[list[Figure], dict[str, Any]]:
+def hold(
+    settings: TuneSettings, servers: Servers, served: Served, num_pairs: int
+) -> tuple[list[Figure], dict[str, Any]]:
     """Tune, measure the grid, and compare. Return the figures and everything that was measured."""
     tried = candidates(DRAFTERS, settings.try_drafters, settings.draft_shapes)
-    with running_server(_words(settings.draft_shapes, max(settings.batches))) as address:
+    with running_server(served.flags_for(settings.draft_shapes)) as address:
         tuned = servers.tune(address, tried, settings.budget)
         grid = servers.tune(address, tried, 1.0)
         pairs = []
@@ -132,16 +160,14 @@ def hold(settings: TuneSettings, servers: Servers, num_pairs: int) -> tuple[list
 
 
 def hold_by_flags(
-    settings: TuneSettings, servers: Servers, shape: Shape, num_pairs: int
+    settings: TuneSettings, servers: Servers, served: Served, shape: Shape, num_pairs: int
 ) -> tuple[list[Figure], dict[str, Any]]:
     """Compare requests that ask for a shape, within the usual bounds, with a server whose flags fix it."""
     asked = Candidate(f"eagle3 {shape.name}", ("eagle3",), shape)
     fixed = Candidate(f"eagle3 {shape.name} by flags", ("eagle3",))
-    flags = _flags(shape)
-    most = max(settings.batches)
     with (
-        running_server(_words(settings.draft_shapes, most)) as by_field,
-        running_server([*_common(most), "--drafter", HEAD, *flags]) as by_flags,
+        running_server(served.flags_for(settings.draft_shapes)) as by_field,
+        running_server([*served.flags(), *_flags(shape)]) as by_flags,
     ):
         pairs = [
             Pairs(
@@ -169,31 +195,23 @@ def _named(findings: Findings) -> dict[str, dict[str, list[float]]]:
     }
 
 
-def _common(max_running: int) -> list[str]:
-    return [str(DEMO / "target"), "--disable-radix-cache", "--max-running-requests", str(max_running)]
-
-
-def _words(shapes: Sequence[Shape], max_running: int) -> list[str]:
-    """Return the command line of the server that admits all shapes."""
-    _, topk, nodes = bounds_of(shapes, Shape(1, 4, 8))
-    bounds = ["--speculative-eagle-topk", str(topk), "--speculative-num-draft-tokens", str(nodes)]
-    return [*_common(max_running), "--drafter", HEAD, "--drafter", NGRAM, *bounds]
-
-
 def _flags(shape: Shape) -> list[str]:
     names = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
     return [word for name, value in zip(names, shape, strict=True) for word in (name, str(value))]
 
 
-def write_prompts(path: Path) -> None:
+def write_prompts(path: Path, target: Path) -> None:
     """Write held-out code as prompts, one a line."""
-    tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     texts = [tokenizer.decode(list(prompt.token_ids)) for prompt in code_prompts(tokenizer, NUM_PROMPTS)]
     path.write_text("\n".join(json.dumps({"prompt": text}) for text in texts), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.tune", description=__doc__.splitlines()[0])
+    parser.add_argument("--target", type=Path, help="a target's folder; default: the demo's")
+    parser.add_argument("--head", type=Path, help="the folder of its EAGLE-3 head")
+    parser.add_argument("--cores", type=int, default=NUM_CORES, help="cores for servers and clients; 0: all")
     parser.add_argument("--batches", default="1,4,16", help="requests at once, by commas")
     parser.add_argument("--shapes", default="", help="shapes to try; default: those of foretoken tune")
     parser.add_argument("--rounds", type=int, default=24, help="rounds of each candidate in the grid")
@@ -203,11 +221,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a run to see that all works; no bar is judged")
     parser.add_argument("--output", type=Path, help="a JSON file to write")
     options = parser.parse_args()
+    if (options.target is None) != (options.head is None):
+        parser.error("--target and --head go together")
     began = time.monotonic()
-    used = take_cores(NUM_CORES)
+    used = take_cores(options.cores or os.cpu_count() or 1)
     with tempfile.TemporaryDirectory() as folder, running_clients(1) as clients, terminable():
         prompts = Path(folder) / "prompts.jsonl"
-        write_prompts(prompts)
+        served = Served.of(options.target, options.head, max(numbers(options.batches)))
+        write_prompts(prompts, served.target)
         values: dict[str, Any] = {
             "max_concurrency": options.batches,
             "num_rounds": options.rounds,
@@ -220,9 +241,9 @@ def main() -> None:
         servers = Servers(settings, clients)
         try:
             if options.by_flags is not None:
-                figures, content = hold_by_flags(settings, servers, options.by_flags, options.pairs)
+                figures, content = hold_by_flags(settings, servers, served, options.by_flags, options.pairs)
             else:
-                figures, content = hold(settings, servers, options.pairs)
+                figures, content = hold(settings, servers, served, options.pairs)
         except ForetokenError as error:
             sys.exit(f"failed: {error}")
     facts = environment.facts("benchmarks.tune", f"{used}, {os.getloadavg()[0]:.1f} after", began)

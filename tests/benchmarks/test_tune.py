@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from benchmarks import tune
 from benchmarks.report import Bar, Figure, missed_bars
-from benchmarks.tune import OF_BEST, Pairs, _figure, _flags, _words
+from benchmarks.tune import OF_BEST, Pairs, Served, _figure, _flags
 from foretoken.cli import app
 from foretoken.commands.settings_command import SettingsCommand
 from foretoken.tune.candidates import DEFAULT_SHAPES, Shape
@@ -32,9 +34,15 @@ def test_the_servers_command_lines_are_those_of_serve() -> None:
     found = app.commands["serve"]
     assert isinstance(found, SettingsCommand)
     for words, expected in (
-        (_words(DEFAULT_SHAPES, 16), (8, 32)),
-        ([*_words([Shape(1, 1, 2)], 1), *_flags(Shape(3, 2, 6))], (2, 6)),
+        (Served.of(None, None, 16).flags_for(DEFAULT_SHAPES), (8, 32)),
+        ([*Served.of(None, None, 1).flags_for([Shape(1, 1, 2)]), *_flags(Shape(3, 2, 6))], (2, 6)),
     ):
         values = found.given(found.make_context("serve", words)).values
         assert (values["speculative_eagle_topk"], values["speculative_num_draft_tokens"]) == expected
         assert [drafter.split(",")[0] for drafter in values["drafters"]] == ["name=eagle3", "name=ngram"]
+
+
+def test_other_models_take_the_place_of_the_demos(tmp_path: Path) -> None:
+    words = Served.of(tmp_path / "target", tmp_path / "head", 4).flags()
+    assert words[0] == str(tmp_path / "target")
+    assert f"name=eagle3,algorithm=EAGLE3,model={tmp_path / 'head'}" in words
