@@ -38,7 +38,10 @@ class Checkout:
     folder: Path
 
     def make(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        inherited = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+        # A make that runs the tests hands on its flags, and its variables by their names.
+        variables = re.findall(r"\$\(([A-Z_]+)\)", (self.folder / "Makefile").read_text())
+        left_out = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", *variables}
+        inherited = {key: value for key, value in os.environ.items() if key not in left_out}
         inherited |= {"PATH": f"{self.folder / 'bin'}:/usr/bin:/bin", "CALLS": str(self.folder / "calls")}
         return subprocess.run(
             ["make", *arguments], cwd=self.folder, env=inherited | environment, capture_output=True, text=True
