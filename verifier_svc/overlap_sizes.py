@@ -71,7 +71,7 @@ def usual_sizes(max_seats: int, most_nodes: int, shapes: Items[ShapeRows], *, ha
 
 
 def _sizes_with_found(max_seats: int, most_nodes: int) -> Iterator[UsualSize]:
-    """Yield sizes for steps of which any number of sequences has a tree of any size."""
+    """Yield sizes for steps with trees from the host, which may be of any size and belong to any sequences."""
     count = 1
     while count <= seq_bucket(max_seats):
         seqs = min(count, max_seats)

@@ -1,4 +1,4 @@
-"""Free ports: those of one process are given to no other one."""
+"""A free port that one process was given, no other process gets."""
 
 from __future__ import annotations
 
