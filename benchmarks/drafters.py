@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from benchmarks import environment
+from benchmarks import arms, environment
 from benchmarks.command import finish, progress, take_cores
 from benchmarks.figures import NGRAM, TooShortError, median, repeated_share
 from benchmarks.measure import Bench, Pair, Sample, UnexpectedAnswerError, Workload
@@ -43,9 +43,10 @@ TOKEN_MAP_SIZE = 2048
 REPEATED = 0.5
 TREE = ("--speculative-num-steps", "5", "--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "16")
 CHAIN = ("--speculative-num-steps", "4", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "5")
+HEAD = arms.EAGLE3.format(head=DEMO / "eagle3")
 SERVED = (
-    *("--drafter", f"name=eagle3,algorithm=EAGLE3,model={DEMO / 'eagle3'},token_map={DEMO / 'token_map.safetensors'}"),
-    *("--drafter", "name=ngram,algorithm=NGRAM,placement=in-process"),
+    *("--drafter", f"{HEAD},token_map={DEMO / 'token_map.safetensors'}"),
+    *("--drafter", arms.NGRAM),
 )
 
 
@@ -99,7 +100,7 @@ class Measurement:
 
     def run(self, token_map: Path) -> None:
         tree_drafters = (
-            *("--drafter", f"name=eagle3,algorithm=EAGLE3,model={DEMO / 'eagle3'}"),
+            *("--drafter", HEAD),
             *("--drafter", "name=ngram,algorithm=NGRAM"),
             *("--drafter", f"name=eagle3-fr,algorithm=EAGLE3,model={DEMO / 'eagle3'},token_map={token_map}"),
             *("--drafter", f"name=eagle2,algorithm=EAGLE2,model={DEMO / 'eagle2'}"),

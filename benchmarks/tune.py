@@ -26,6 +26,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from benchmarks import environment
+from benchmarks.arms import EAGLE3, NGRAM
 from benchmarks.command import finish, numbers, progress, take_cores
 from benchmarks.figures import median
 from benchmarks.prompts import code_prompts
@@ -46,7 +47,6 @@ from foretoken.tune.tuner import Findings, Tuner
 
 DEMO = environment.ROOT / "models" / "demo"
 DRAFTERS = (Drafter("eagle3", has_model=True), Drafter("ngram", has_model=False))
-NGRAM = "name=ngram,algorithm=NGRAM,placement=in-process"
 NUM_CORES = 2
 NUM_PROMPTS = 128
 OUTPUT_LEN = 64
@@ -66,7 +66,7 @@ class Served:
     def of(target: Path | None, head: Path | None, max_running: int) -> Served:
         """Return the given models; None: the demo's, whose head drafts its most frequent tokens alone."""
         token_map = "" if head else f",token_map={DEMO / 'token_map.safetensors'}"
-        flag = f"name=eagle3,algorithm=EAGLE3,model={head or DEMO / 'eagle3'}{token_map}"
+        flag = EAGLE3.format(head=head or DEMO / "eagle3") + token_map
         return Served(target or DEMO / "target", flag, max_running)
 
     def flags(self) -> list[str]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arms import NGRAM
 from benchmarks.command import progress
 from benchmarks.figures import median
 from benchmarks.gpu import bars
@@ -38,7 +39,7 @@ CHAIN = next(setting for setting in SETTINGS if setting.name == "chain 5-1-6")
 BATCH = 16
 # As many rows as a tree of 32 beside 15 roots, and one more.
 PLAIN_ROWS = 48
-NGRAM_FLAGS = ("--drafter", "name=ngram,algorithm=NGRAM,placement=in-process")
+NGRAM_FLAGS = ("--drafter", NGRAM)
 # It never forces an end, and admits few tokens of most vocabularies.
 REGEX = "[a-z ]*"
 NUM_LOGPROBS = 5

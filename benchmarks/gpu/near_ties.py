@@ -25,6 +25,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from benchmarks.arms import EAGLE3
 from benchmarks.command import finish, progress
 from benchmarks.figures import median
 from benchmarks.gpu.provenance import run_facts
@@ -212,7 +213,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[
     flags = ["--numerics", options.numerics, "--dtype", options.dtype, "--disable-radix-cache"]
     if options.drafter_head is not None:
         steps, topk, tokens = options.tree
-        flags += ["--drafter", f"name=eagle3,algorithm=EAGLE3,model={options.drafter_head.resolve()}"]
+        flags += ["--drafter", EAGLE3.format(head=options.drafter_head.resolve())]
         flags += ["--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(topk)]
         flags += ["--speculative-num-draft-tokens", str(tokens)]
     flags += shlex.split(options.serve_flags)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.arms import EAGLE3
 from benchmarks.command import finish, progress
 from benchmarks.figures import median
 from benchmarks.gpu.disturbed import RECOVERY_TIMEOUT_S, Course, Subject
@@ -83,7 +84,7 @@ def measure(options: argparse.Namespace, mps: str, server: dict[str, Any]) -> It
 def serve_flags(options: argparse.Namespace, head: Path, mps: str) -> list[str]:
     """Return the flags of ``foretoken serve``. With exact tree shapes each step drafts."""
     steps, topk, tokens = map(str, options.tree)
-    flags = ["--drafter", f"name=eagle3,algorithm=EAGLE3,model={head}", "--mps", mps]
+    flags = ["--drafter", EAGLE3.format(head=head), "--mps", mps]
     flags += ["--speculative-num-steps", steps, "--speculative-eagle-topk", topk]
     flags += ["--speculative-num-draft-tokens", tokens, "--numerics", options.numerics]
     flags += ["--max-running-requests", str(max(options.batches)), "--request-timeout", f"{RECOVERY_TIMEOUT_S:g}"]

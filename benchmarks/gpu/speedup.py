@@ -21,6 +21,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from benchmarks.arms import EAGLE3
 from benchmarks.command import finish, progress
 from benchmarks.drafters import mean_tokens, per_position, step_ms
 from benchmarks.figures import TooShortError, median
@@ -44,7 +45,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     model, head = options.model.resolve(), options.drafter_head.resolve()
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     steps, topk, tokens = options.tree
-    flags = ["--drafter", f"name=eagle3,algorithm=EAGLE3,model={head}"]
+    flags = ["--drafter", EAGLE3.format(head=head)]
     flags += ["--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(topk)]
     flags += ["--speculative-num-draft-tokens", str(tokens), *shlex.split(options.serve_flags)]
     code = Workload(

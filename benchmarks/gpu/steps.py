@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arms import EAGLE3
 from benchmarks.command import finish, progress
 from benchmarks.figures import median
 from benchmarks.gpu import bars
@@ -104,7 +105,7 @@ def serve_flags(setting: Setting, head: Path, *, in_process: bool, batch: int) -
     flags = ["--max-running-requests", str(batch), "--disable-radix-cache"]
     if setting.is_plain:
         return [*flags, "--speculative-algorithm", "NONE"]
-    flags += ["--drafter", f"name=eagle3,algorithm=EAGLE3,model={head}"]
+    flags += ["--drafter", EAGLE3.format(head=head)]
     flags += ["--drafter-placement", "in-process" if in_process else "process"]
     flags += ["--speculative-num-steps", str(setting.steps), "--speculative-eagle-topk", str(setting.topk)]
     flags += ["--speculative-num-draft-tokens", str(setting.tokens)]
