@@ -5,7 +5,8 @@ Sequences join and end while steps are in flight. Each turn of the loop
 0. lets a part of the running step's time pass: requests that come meanwhile join the next one;
 1. handles messages, starts waiting sequences, and chooses the shape of the trees;
 2. requests the trees that follow the step in flight;
-3. launches a prefill pass, if there are prompts, and the next step, for whose trees the GPU waits;
+3. launches the next step, for whose trees the GPU waits. Prompts are part of the target's pass if
+   there is a graph with room for them (verifier_svc/joined_prompts.py), else of a pass before it;
 4. waits for the step in flight, reads it, commits its tokens and publishes them;
 5. binds late what the next step needs of these tokens: masks of grammars and of token lists, and
    look-ups.
@@ -91,6 +92,7 @@ class _Facts(NamedTuple):
 
     Attributes:
         num_found_rows: how many of its rows only trees from the host need.
+        has_joined: whether the prompt rows were in its own pass.
         kind: of its draft.
         gap_s: seconds that the GPU waited for its launch.
     """
@@ -100,6 +102,7 @@ class _Facts(NamedTuple):
     num_found_rows: int
     num_seats: int
     num_prompt_rows: int
+    has_joined: bool
     is_timed: bool
     kind: Hashable
     gap_s: float
@@ -267,7 +270,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
     # 3. Launch.
 
     def _prefill(self) -> int:
-        """Launch a pass over the next prompt tokens, all but each prompt's last. Return its rows."""
+        """Launch or prepare a pass over the next prompt tokens, all but each prompt's last. Return its rows."""
         with self._lifecycle.counters.phase("prefill"):
             return self._launch_prompts()
 
@@ -305,7 +308,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
             found = {} if step.num_in_flight else self._lookups.find(self._launched)
         is_late = self._num_read > 0 and not step.num_in_flight
         with phase("launch"):
-            step.launch(is_drafted=asked.is_drafted, found=found)
+            has_joined = step.launch(is_drafted=asked.is_drafted, found=found)
         launched_at = time.perf_counter()
         self._launch_time.observe_launch(launched_at - self._planned_at)
         gap_s = launched_at - self._done_at if is_late else 0.0
@@ -325,6 +328,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
                 num_found_rows,
                 len(taken),
                 num_prompt_rows,
+                has_joined,
                 is_timed,
                 asked.kind,
                 gap_s,
@@ -360,13 +364,13 @@ class OverlappedRun:  # large: the phases of one loop share its state
             return 0
         blocks = self._lifecycle.blocks
         batch = build_batch(parts, blocks.block_size, blocks.num_blocks * blocks.block_size)
-        self._step.prefill(batch.forward)
         sent = []
         for part, first_row in zip(parts, batch.row_starts, strict=True):
             self._lifecycle.advance(part.sequence, part.num_tokens)
             if drafting.send_prompt(part.sequence, part.num_rows):
                 sent.append((first_row, part.num_rows))
-        self._prompt_start = self._step.keep_hidden(sent)
+        # While the host looks up, the GPU has nothing but the prompts.
+        self._prompt_start = self._step.prefill(batch.forward, sent, may_wait=not self._lookups.are_due)
         return batch.forward.num_rows
 
     def _step_s(self, shape: Shape, num_seats: int) -> float:
@@ -498,7 +502,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
             costs.observe_step(facts.num_rows, seconds - facts.gap_s)
         if facts.num_prompt_rows and self._num_read > _UNTIMED_STEPS:
             step_s = self._step_s(facts.shape, facts.num_seats)
-            self._scheduler.prefill.observe(facts.num_prompt_rows, seconds, step_s)
+            self._scheduler.prefill.observe(facts.num_prompt_rows, seconds, step_s, has_joined=facts.has_joined)
         if is_timed and drafting.controller is not None:
             # What rows of look-ups take says nothing of the shape, nor does a launch that the GPU waited for.
             base_rows = facts.num_rows - facts.num_found_rows

@@ -32,6 +32,11 @@ class SeatNeeds(NamedTuple):
     most_blocks: int
     has_new_blocks: bool
 
+    @property
+    def are_rows_shared(self) -> bool:
+        """Return whether there are fewer rows than the seats could use."""
+        return self.num_rows < sum(self.widths)
+
 
 class StepSeats:
     """The seats of the next step. A change takes effect on the device when the next step is launched.

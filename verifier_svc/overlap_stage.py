@@ -16,7 +16,12 @@ _TABLES_IN_FLIGHT = 4
 
 
 class StepShape(NamedTuple):
-    """The sizes that a step's graph is captured for. ``is_shared``: whether the GPU divides the rows."""
+    """The sizes that a step's graph is captured for.
+
+    Attributes:
+        is_shared: whether the GPU divides the rows.
+        pass_rows: rows of a pass with prompts; 0: it has none.
+    """
 
     rows: int
     seqs: int
@@ -24,6 +29,7 @@ class StepShape(NamedTuple):
     blocks: int
     features: tuple[int, ...]
     is_shared: bool
+    pass_rows: int = 0
 
 
 class Stage:
@@ -31,14 +37,15 @@ class Stage:
 
     def __init__(self, resident: ResidentPass, walk: WalkStage, *, is_shared: bool) -> None:
         self.resident, self.walk = resident, walk
-        arrays, asked = resident.batch.arrays, walk.asked.device
+        arrays, asked, wanted = resident.batch.arrays, walk.asked.device, resident.batch.shape.wanted
+        # Rows of prompts come after the seats' rows and have no logits.
         self.rows = StepRows(
             row_starts=arrays.row_starts,
-            token_ids=arrays.token_ids,
-            positions=arrays.positions,
-            slot_mapping=arrays.slot_mapping,
-            context_lens=arrays.context_lens,
-            masks=arrays.masks,
+            token_ids=arrays.token_ids[:wanted],
+            positions=arrays.positions[:wanted],
+            slot_mapping=arrays.slot_mapping[:wanted],
+            context_lens=arrays.context_lens[:wanted],
+            masks=arrays.masks[:wanted],
             tree_starts=arrays.tree_starts,
             row_seqs=asked["row_seqs"],
             tokens=asked["tokens"],

@@ -29,10 +29,13 @@ from foretoken_kernels.gpu.shared_rows import share_rows
 from foretoken_kernels.resident_state import NO_NODE, DraftedTrees, StepResults
 
 from foretoken.models.batch import ForwardBatch, blank_batch
+from foretoken.models.device_batch import BatchShape
 from foretoken.models.device_batches import MAX_PROMPT_GRAPH_ROWS, PROMPT_SEQS, prompt_bucket
 from foretoken.models.device_graph import DeviceGraphs
+from foretoken.models.device_llama import ResidentPass
 from foretoken.models.pinned_buffers import PinnedBuffers
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
+from verifier_svc.joined_prompts import JoinedSizes, WaitingPrompts
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.overlap_graphs import OverlapGraphs
 from verifier_svc.overlap_seats import SeatNeeds, StepSeats
@@ -129,6 +132,11 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self._generation = -1
         self._features: tuple[int, ...] = ()
         self._shape: StepShape | None = None
+        # What the rows were divided for last.
+        self._needs = SeatNeeds([], 0, 0, False)
+        # Prompts that wait for the next step's pass.
+        self._joined = JoinedSizes(runner.sizes, max_seats, memory.layout.nodes)
+        self._waiting: WaitingPrompts | None = None
         self._in_flight: deque[_Launched] = deque()
         # The number of the last launched step.
         self.number = 0
@@ -165,7 +173,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         stage.resident.batch.clear(starts)
         self._fill_walk(stage, starts)
         self.seating.compile()
-        self._lay_out(stage, self._shape.max_width)
+        self._lay_out(stage, self._shape.max_width, self._shape.rows, is_shared=False)
         self._conclude(stage, self._shape.max_width)
         self._conclude(stage, self._shape.max_width, self._walker.masks.send(self._shape.rows, []))
         self.seating.forget_layout()
@@ -182,7 +190,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         # Prompts of one sequence, of a few, and of many.
         for seqs in PROMPT_SEQS:
             rows = prompt_bucket(seqs)
-            while rows <= min(MAX_PROMPT_GRAPH_ROWS, self._runner.most_rows):
+            while rows <= min(MAX_PROMPT_GRAPH_ROWS, self._runner.sizes.rows):
                 self._runner.forward(blank_batch(rows, min(seqs, len(self.seating.seats))), features)
                 yield
                 rows = prompt_bucket(rows + 1)
@@ -190,48 +198,74 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         for rows, seqs, width, is_shared in usual:
             self._features = features
             stage = self._stage(rows, seqs, width, 1, is_shared=is_shared)
-            shape = self._shape
-            assert shape is not None
-            self._shape = None
-            self.seating.forget_layout()
-            if not self._graphs.lacks(shape):
-                continue
-            starts = np.minimum(np.arange(shape.seqs + 1, dtype=np.int32) * width, rows)
-            stage.resident.batch.clear(starts)
-            self._fill_walk(stage, starts)
-            for part in _Part:
+            if self._capture(stage, np.minimum(np.arange(len(stage.rows.row_starts), dtype=np.int32) * width, rows)):
+                yield
+        for size in self._joined.all():
+            self._features = features
+            stage = self._joined_stage(size)
+            if self._capture(stage, np.zeros(size.seqs + 1, np.int32)):
+                yield
+
+    def _capture(self, stage: Stage, starts: np.ndarray) -> bool:
+        """Capture the graphs of a stage that was made last, with empty seats. Return False if it has them."""
+        shape = self._shape
+        assert shape is not None
+        self._shape = None
+        self.seating.forget_layout()
+        if not self._graphs.lacks((shape, _Part.PASS)):
+            return False
+        stage.resident.batch.clear(starts)
+        self._fill_walk(stage, starts)
+        for part in _Part:
+            if part != _Part.LAY_OUT or not shape.pass_rows:
                 self._graphs.capture((shape, part), self._launch_of(part, stage, shape))
+        if shape.pass_rows:
+            for is_shared in (False, True):
+                self._lay_out(stage, shape.max_width, shape.rows, is_shared=is_shared)
+        else:
             self.sizes.add(shape)
-            yield
+        return True
 
     @torch.inference_mode()
-    def prefill(self, batch: ForwardBatch) -> None:
-        """Launch a pass over prompt tokens, without logits."""
-        self._runner.forward(batch, self._features)
+    def prefill(self, batch: ForwardBatch, parts: Items[tuple[int, int]], *, may_wait: bool) -> int:
+        """Launch a pass over prompt tokens, without logits, or leave them to the next step's pass if that has room.
 
-    @torch.inference_mode()
-    def keep_hidden(self, parts: Items[tuple[int, int]]) -> int:
-        """Copy hidden states of the last prefill pass, one part after the other, for the drafter.
-
-        Returns the row of ``memory.prompt_hidden`` where the first one is.
+        Hidden states are copied for the drafter, one part after the other.
+        Returns the row of ``memory.prompt_hidden`` where the first one is, after the next step.
 
         Args:
             parts: first row and number of rows in the pass.
+            may_wait: whether the GPU has work until the next step.
         """
-        layout = self.memory.layout
+        assert self._waiting is None
         # The drafter has read this half: the last step in flight waits for its trees.
-        first = at = layout.prompt_rows * (self.number % 2)
-        if layout.hidden_width:
-            for start, count in parts:
-                self.memory.prompt_hidden[at : at + count].copy_(self._runner.features[start : start + count])
-                at += count
-        return first
+        prompts = WaitingPrompts(batch, parts, self.memory.layout.prompt_rows * (self.number % 2))
+        if may_wait:
+            self._waiting = prompts
+        else:
+            self._run_prompts(prompts)
+        return prompts.hidden_row
+
+    def _run_prompts(self, prompts: WaitingPrompts) -> None:
+        """Launch a pass over prompts alone."""
+        self._runner.forward(prompts.batch, self._features)
+        self._keep_hidden(prompts, self._runner.features)
+
+    def _keep_hidden(self, prompts: WaitingPrompts, features: torch.Tensor | None) -> None:
+        """Copy hidden states for the drafter. ``features``: those of the prompts' rows."""
+        if not self.memory.layout.hidden_width or features is None:
+            return
+        at = prompts.hidden_row
+        for start, count in prompts.parts:
+            self.memory.prompt_hidden[at : at + count].copy_(features[start : start + count])
+            at += count
 
     @torch.inference_mode()
-    def launch(self, *, is_drafted: bool, found: Mapping[int, Draft]) -> None:
+    def launch(self, *, is_drafted: bool, found: Mapping[int, Draft]) -> bool:
         """Launch the next step. Without seats it is empty: it only gets its number.
 
         If a seat has masks, only the first half is launched, and the caller has to ``bind`` it.
+        Returns whether prompts that have waited are in its pass.
 
         Args:
             is_drafted: wait on the GPU for the trees that follow the last step; they may still be
@@ -247,20 +281,29 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self.number += 1
         launched = _Launched(self.number, tuple(self.seating.seats), stage, self._shape, found)
         self._in_flight.append(launched)
-        if stage is not None and any(seat is not None and seat.is_masked for seat in self.seating.seats):
-            self._run(_Part.LAY_OUT, stage)
+        joined, self._waiting = self._waiting, None
+        if stage is None:
+            finish_step(self.seating.state, self._outcome)
+            self._complete(launched)
+            return False
+        is_masked = any(seat is not None and seat.is_masked for seat in self.seating.seats)
+        if not is_masked and joined is None:
+            self.sizes.count_step()
+        self._run(_Part.LAY_OUT, stage)
+        if is_masked:
             stage.starts.fetch()
             stage.tokens.fetch()
             stage.parents.fetch()
-            self._run(_Part.PASS, stage)
-            return
-        if stage is None:
-            finish_step(self.seating.state, self._outcome)
-        else:
-            self.sizes.count_step()
-            for part in _Part:
-                self._run(part, stage)
-        self._complete(launched)
+        self._run(_Part.PASS, stage)
+        if joined is not None:
+            features = stage.resident.features
+            self._keep_hidden(joined, None if features is None else features[self._needs.num_rows :])
+            # The next step has none of these rows.
+            self.seating.forget_layout()
+        if not is_masked:
+            self._run(_Part.CONCLUDE, stage)
+            self._complete(launched)
+        return joined is not None
 
     @property
     def is_bound(self) -> bool:
@@ -407,6 +450,12 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         """Bring the device up to date with seats and block tables; return the next step's stage."""
         seating, shape = self.seating, self._shape
         needs = seating.needs(found)
+        if self._waiting is not None:
+            size = self._joined_size(needs, self._waiting)
+            if size is not None:
+                return self._lay_out_seats(needs, size)
+            self._run_prompts(self._waiting)
+            self._waiting = None
         if needs.most_blocks == 0:
             return None
         is_kept = seating.are_laid_out_for(needs) and not self.sizes.is_wasteful
@@ -417,12 +466,24 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             seating.send_tables(stage.tables, shape.seqs, shape.blocks)
         return stage
 
+    def _joined_size(self, needs: SeatNeeds, prompts: WaitingPrompts) -> BatchShape | None:
+        """Return the size of a pass over prompts and the next step, None if no graph holds it or nobody has a seat."""
+        if needs.most_blocks == 0:
+            return None
+        size = self._joined.of(needs.num_rows, self.seating.last + 1, needs.most_blocks, prompts.batch)
+        is_captured = size is not None and not self._graphs.lacks((self._joined_shape(size), _Part.PASS))
+        return size if is_captured and not self._has_moved() else None
+
     def _has_moved(self) -> bool:
         return self._generation != self._runner.generation
 
-    def _lay_out_seats(self, needs: SeatNeeds) -> Stage:
-        """Divide the rows anew among the seats. Steps in flight keep their own stages' results."""
+    def _lay_out_seats(self, needs: SeatNeeds, joined: BatchShape | None = None) -> Stage:
+        """Divide the rows anew among the seats. Steps in flight keep their own stages' results.
+
+        ``joined``: the size of the pass if prompts are in it.
+        """
         seating, num_rows = self.seating, needs.num_rows
+        self._needs = needs
         seating.divide(needs)
         last = seating.last
         widths = needs.widths[: last + 1]
@@ -431,16 +492,19 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             seat is not None and seat.width < width for seat, width in zip(seating.seats, widths, strict=False)
         )
         most = self.memory.layout.nodes if is_wide else max(widths)
-        asked = StepShape(num_rows, last + 1, most, needs.most_blocks, self._features, num_rows < sum(widths))
-        size = self.sizes.choose(asked) or asked
-        stage = self._stage(*size[:4], is_shared=size.is_shared)
+        if joined is None:
+            asked = StepShape(num_rows, last + 1, most, needs.most_blocks, self._features, needs.are_rows_shared)
+            size = self.sizes.choose(asked) or asked
+            stage = self._stage(*size[:4], is_shared=size.is_shared)
+        else:
+            stage = self._joined_stage(joined)
         shape = self._shape
         assert shape is not None
         starts = np.full(shape.seqs + 1, num_rows, np.int32)
         # Where rows are shared, a kernel divides them in each step.
         starts[: last + 1] = np.minimum(np.cumsum([0, *widths[:-1]]), num_rows)
-        stage.resident.batch.clear(starts)
-        if stage.widths is not None:
+        stage.resident.batch.clear(starts, None if self._waiting is None else self._waiting.batch)
+        if stage.widths is not None and needs.are_rows_shared:
             stage.widths.wait()
             stage.widths.host["widths"][:] = 0
             stage.widths.host["widths"][: last + 1] = widths
@@ -456,6 +520,17 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         resident = self._runner.resident_pass(self._features, rows, seqs, max_width, blocks)
         batch = resident.batch.shape
         shape = StepShape(batch.rows, batch.seqs, batch.max_seq_rows, batch.blocks, self._features, is_shared)
+        return self._stage_of(shape, resident)
+
+    def _joined_stage(self, size: BatchShape) -> Stage:
+        return self._stage_of(self._joined_shape(size), self._runner.joined_pass(self._features, size))
+
+    def _joined_shape(self, size: BatchShape) -> StepShape:
+        # Seats may share rows or not: the kernels that lay them out are in no graph.
+        return StepShape(size.wanted, size.seqs, size.max_seq_rows, size.blocks, self._features, True, size.rows)
+
+    def _stage_of(self, shape: StepShape, resident: ResidentPass) -> Stage:
+        """Return the stage of a shape, which becomes that of the next step."""
         if resident.generation != self._generation:
             self._stages.clear()
             self._graphs.clear()
@@ -463,8 +538,8 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             self._generation = resident.generation
         stage = self._stages.get(shape)
         if stage is None:
-            walk = self._walker.new_stage(batch.rows, batch.seqs, MAX_IN_FLIGHT + 1)
-            stage = Stage(resident, walk, is_shared=is_shared)
+            walk = self._walker.new_stage(shape.rows, shape.seqs, MAX_IN_FLIGHT + 1)
+            stage = Stage(resident, walk, is_shared=shape.is_shared)
             self._stages[shape] = stage
         self._shape = shape
         return stage
@@ -500,12 +575,18 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         """Launch a part of a step, by a graph if that pays."""
         shape = self._shape
         assert shape is not None
+        if part == _Part.LAY_OUT and shape.pass_rows:
+            self._lay_out(stage, shape.max_width, self._needs.num_rows, is_shared=self._needs.are_rows_shared)
+            return
         launch = self._launch_of(part, stage, shape)
         if shape.rows > MAX_USUAL_ROWS:
             # It keeps the GPU busy for longer than the host takes to launch it.
             launch()
             return
         key = shape, part
+        if shape.pass_rows:
+            self._graphs.run(key, launch)
+            return
         if self.sizes.is_due and self._graphs.lacks(key):
             self._graphs.capture(key, launch)
         else:
@@ -517,11 +598,14 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         """Return what launches the kernels of a part; a graph captures this."""
         if part == _Part.PASS:
             return stage.resident.launch
-        return partial(self._lay_out if part == _Part.LAY_OUT else self._conclude, stage, shape.max_width)
+        if part == _Part.CONCLUDE:
+            return partial(self._conclude, stage, shape.max_width)
+        return partial(self._lay_out, stage, shape.max_width, shape.rows, is_shared=shape.is_shared)
 
-    def _lay_out(self, stage: Stage, max_width: int) -> None:
+    def _lay_out(self, stage: Stage, max_width: int, num_rows: int, *, is_shared: bool) -> None:
         found = DraftedTrees(**self._found.device)
-        if stage.widths is not None:
+        if is_shared:
+            assert stage.widths is not None
             share_rows(
                 self.seating.state,
                 self._drafted,
@@ -530,7 +614,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
                 stage.widths.device["widths"],
                 stage.rows.row_starts,
                 stage.walk.asked.device["row_starts"],
-                num_rows=len(stage.rows.token_ids),
+                num_rows=num_rows,
                 max_width=max_width,
             )
         lay_out_rows(

@@ -14,6 +14,8 @@ from foretoken.models.pinned_buffers import PinnedBuffers
 
 # The KV slot of padding rows: no kernel writes to it.
 NO_SLOT = -1
+# Prefix of the arrays' names that become PromptArrays.
+_PROMPT = "prompt_"
 
 
 class BatchShape(NamedTuple):
@@ -23,6 +25,7 @@ class BatchShape(NamedTuple):
         seqs: runs of rows of one sequence.
         max_seq_rows: a bound on the rows of one run.
         blocks: width of the block tables.
+        prompts: runs of prompts behind these runs, which have a launch of attention of their own; 0: there is none.
     """
 
     rows: int
@@ -30,6 +33,7 @@ class BatchShape(NamedTuple):
     seqs: int
     max_seq_rows: int
     blocks: int
+    prompts: int = 0
 
 
 class Runs(NamedTuple):
@@ -53,6 +57,23 @@ def runs_of(batch: ForwardBatch) -> Runs:
     return Runs(starts, seqs[starts[:-1]])
 
 
+class PromptArrays(NamedTuple):
+    """The runs of prompts in a batch that decodes, too; int32.
+
+    Attributes:
+        row_starts: [prompts + 1]; as in DeviceArrays, and rows of the same arrays.
+        tree_starts, context_starts: [prompts]; zeros.
+        block_tables: [prompts, max_blocks].
+        max_seq_rows: a bound on the rows of one run.
+    """
+
+    row_starts: torch.Tensor
+    tree_starts: torch.Tensor
+    context_starts: torch.Tensor
+    block_tables: torch.Tensor
+    max_seq_rows: int
+
+
 class DeviceArrays(NamedTuple):
     """A ForwardBatch as kernels read it; int32 unless said otherwise.
 
@@ -64,6 +85,7 @@ class DeviceArrays(NamedTuple):
         tree_starts, context_starts: [seqs].
         block_tables: [seqs, max_blocks].
         max_seq_rows: a bound on the rows of one sequence.
+        prompts: runs that are none of these ``seqs``.
     """
 
     masks: torch.Tensor
@@ -77,6 +99,7 @@ class DeviceArrays(NamedTuple):
     context_starts: torch.Tensor
     block_tables: torch.Tensor
     max_seq_rows: int
+    prompts: PromptArrays | None = None
 
 
 class DeviceBatch:
@@ -87,7 +110,7 @@ class DeviceBatch:
     """
 
     def __init__(self, shape: BatchShape, mask_words: int, device: torch.device) -> None:
-        rows, wanted, seqs, max_seq_rows, max_blocks = shape
+        rows, wanted, seqs, max_seq_rows, max_blocks, prompts = shape
         sizes = {
             "masks": ((rows, mask_words), torch.int64),
             "token_ids": ((rows,), torch.int32),
@@ -100,14 +123,28 @@ class DeviceBatch:
             "context_starts": ((seqs,), torch.int32),
             "block_tables": ((seqs, max_blocks), torch.int32),
         }
+        of_prompts = {
+            "row_starts": ((prompts + 1,), torch.int32),
+            "tree_starts": ((prompts,), torch.int32),
+            "context_starts": ((prompts,), torch.int32),
+            "block_tables": ((prompts, max_blocks), torch.int32),
+        }
+        if prompts:
+            sizes |= {_PROMPT + name: size for name, size in of_prompts.items()}
         self.shape = shape
         self._pinned = PinnedBuffers(sizes, device)
-        self.arrays = DeviceArrays(**self._pinned.device, max_seq_rows=max_seq_rows)
+        on_device = dict(self._pinned.device)
+        runs = {name: on_device.pop(_PROMPT + name) for name in of_prompts} if prompts else None
+        self.arrays = DeviceArrays(
+            **on_device, max_seq_rows=max_seq_rows, prompts=PromptArrays(**runs, max_seq_rows=rows) if runs else None
+        )
 
-    def clear(self, row_starts: NDArray[np.int32]) -> None:
-        """Send padding rows, all with logits, for kernels to fill.
+    def clear(self, row_starts: NDArray[np.int32], prompts: ForwardBatch | None = None) -> None:
+        """Send padding rows for kernels to fill; the first ones have logits.
 
-        ``row_starts`` [seqs + 1] divides them into runs.
+        Args:
+            row_starts: [seqs + 1]; divides them into runs.
+            prompts: rows that follow the last of these runs, without trees and without logits.
         """
         self._pinned.wait()
         host = self._pinned.host
@@ -117,7 +154,23 @@ class DeviceBatch:
         host["logit_rows"][:] = np.arange(len(host["logit_rows"]), dtype=np.int32)
         host["row_starts"][:] = row_starts
         host["block_tables"][:] = 0
+        if prompts is not None:
+            self._fill_prompts(prompts, int(row_starts[-1]))
         self._pinned.send()
+
+    def _fill_prompts(self, batch: ForwardBatch, first: int) -> None:
+        """Fill the rows from ``first`` on."""
+        host, runs, end = self._pinned.host, runs_of(batch), first + batch.num_rows
+        host["token_ids"][first:end] = batch.token_ids
+        host["positions"][first:end] = batch.positions
+        host["slot_mapping"][first:end] = batch.slot_mapping
+        host["context_lens"][first:end] = batch.context_lens
+        count, width = len(runs.seqs), batch.block_tables.shape[1]
+        starts, tables = host[_PROMPT + "row_starts"], host[_PROMPT + "block_tables"]
+        starts[: count + 1] = runs.starts + first
+        starts[count + 1 :] = end
+        tables[:] = 0
+        tables[:count, :width] = batch.block_tables[runs.seqs]
 
     def upload(self, batch: ForwardBatch, runs: Runs) -> None:
         """Send a batch, padded to the shape, which it must fit."""

@@ -99,6 +99,17 @@ class DeviceBatches:
             raise ValueError(f"{rows} rows of {seqs} sequences of {blocks} blocks are more than {sizes}")
         return self._of_shape(self._graph_shape(rows, rows, seqs, max_seq_rows, blocks))
 
+    def joined_batch(self, shape: BatchShape) -> DeviceBatch:
+        """Return the batch of this size for kernels to fill, with prompts behind its first rows.
+
+        Raises ValueError for more than the largest pass.
+        """
+        sizes = self._sizes
+        is_larger = shape.rows > sizes.rows or shape.wanted > sizes.wanted or shape.seqs > sizes.seqs
+        if is_larger or shape.prompts > sizes.seqs or shape.blocks > sizes.blocks:
+            raise ValueError(f"a batch of {shape} is more than {sizes}")
+        return self._of_shape(shape)
+
     def _of_shape(self, shape: BatchShape) -> DeviceBatch:
         if shape not in self._batches:
             self._batches[shape] = DeviceBatch(shape, self._sizes.mask_words, self._device)

@@ -13,7 +13,7 @@ from foretoken.kv_cache import KVCache
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig
 from foretoken.models.decoder_weights import DecoderWeights
-from foretoken.models.device_batch import DeviceArrays, DeviceBatch
+from foretoken.models.device_batch import BatchShape, DeviceArrays, DeviceBatch
 from foretoken.models.device_pass import DevicePass
 from foretoken.models.device_program import DeviceProgram
 from foretoken.models.device_sizes import PassSizes
@@ -29,7 +29,7 @@ class ResidentPass(NamedTuple):
         launch: launches the kernels of the pass; the caller may capture it in a graph.
         generation: of the buffers; a graph is only valid for the generation that it was captured
             with.
-        logits: float32 [rows, vocab_size], after a launch.
+        logits: float32 [wanted, vocab_size], after a launch.
         features: [rows, captured * hidden_size], after a launch; None if no hidden states are kept.
     """
 
@@ -91,13 +91,24 @@ class DeviceLlama(Llama[DeviceProgram]):
 
         ``features``: as for ``forward``. Raises ValueError for more than the largest pass.
         """
-        loaded = self._loaded(features)
-        batch = self._passes.batch_of(rows, seqs, max_seq_rows, blocks)
-        num_rows, width = len(batch.arrays.token_ids), len(features) * self.config.hidden_size
+        return self._resident_pass(
+            self._loaded(features), self._passes.batch_of(rows, seqs, max_seq_rows, blocks), features
+        )
+
+    def joined_pass(self, features: tuple[int, ...], shape: BatchShape) -> ResidentPass:
+        """Return a pass whose first rows kernels fill, as above, and whose other rows are prompts'.
+
+        Raises ValueError for more than the largest pass.
+        """
+        loaded = self._loaded(features, wants_few=self._end_before_last_layer(features))
+        return self._resident_pass(loaded, self._passes.joined_batch(shape), features)
+
+    def _resident_pass(self, loaded: DeviceProgram, batch: DeviceBatch, features: tuple[int, ...]) -> ResidentPass:
+        arrays, width = batch.arrays, len(features) * self.config.hidden_size
         return ResidentPass(
             batch,
-            lambda: self._passes.launch(loaded, batch.arrays),
+            lambda: self._passes.launch(loaded, arrays),
             self._passes.generation,
-            self._passes.buffer(kernel.LOGITS, num_rows, self.config.vocab_size),
-            self._passes.buffer(kernel.FEATURES, num_rows, width) if width else None,
+            self._passes.buffer(kernel.LOGITS, len(arrays.logit_rows), self.config.vocab_size),
+            self._passes.buffer(kernel.FEATURES, len(arrays.token_ids), width) if width else None,
         )

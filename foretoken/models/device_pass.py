@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from foretoken.kv_cache import KVCache
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig
-from foretoken.models.device_batch import DeviceArrays, DeviceBatch, runs_of
+from foretoken.models.device_batch import BatchShape, DeviceArrays, DeviceBatch, PromptArrays, runs_of
 from foretoken.models.device_batches import MAX_PROMPT_GRAPH_ROWS, DeviceBatches
 from foretoken.models.device_buffers import DeviceBuffers
 from foretoken.models.device_graph import DeviceGraphs
@@ -139,6 +139,10 @@ class DevicePass:
         """As DeviceBatches.batch_of."""
         return self._batches.batch_of(rows, seqs, max_seq_rows, blocks)
 
+    def joined_batch(self, shape: BatchShape) -> DeviceBatch:
+        """As DeviceBatches.joined_batch."""
+        return self._batches.joined_batch(shape)
+
     @property
     def generation(self) -> int:
         """A number that grows when memory moves: a graph of launches is only valid while it stays
@@ -240,21 +244,25 @@ class DevicePass:
         if planned is not None:
             planned.attend(attention.plane, query, out)
             return
-        self._attention(
-            query,
-            keys,
-            values,
-            arrays.row_starts,
-            arrays.context_lens,
-            arrays.masks,
-            arrays.tree_starts,
-            arrays.block_tables,
-            arrays.context_starts,
-            self._cache.block_size,
-            arrays.max_seq_rows,
-            self._workspace,
-            out,
-        )
+        runs: list[DeviceArrays | PromptArrays] = [arrays]
+        if arrays.prompts is not None and operation.rows != kernel.WANTED:
+            runs.append(arrays.prompts)
+        for each in runs:
+            self._attention(
+                query,
+                keys,
+                values,
+                each.row_starts,
+                arrays.context_lens,
+                arrays.masks,
+                each.tree_starts,
+                each.block_tables,
+                each.context_starts,
+                self._cache.block_size,
+                each.max_seq_rows,
+                self._workspace,
+                out,
+            )
 
 
 def _weight_of(operation: Operation) -> torch.Tensor:

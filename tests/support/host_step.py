@@ -18,6 +18,7 @@ from foretoken.results import FinishReason
 from foretoken.tree import DraftTree, depths
 from tests.support.given_masks import give
 from tests.support.hash_target import HashTarget
+from verifier_svc.joined_prompts import WaitingPrompts
 from verifier_svc.sampling.allowed_tokens import ENDED, TreeMasks
 from verifier_svc.sampling.verify import SamplingState, WalkResult, followed
 from verifier_svc.sampling.walker import Walk, walk_on_host
@@ -74,6 +75,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         self.num_found: list[int] = []
         self._unread: list[list[SeatResult]] = []
         self._half: _Half | None = None
+        self._waiting: WaitingPrompts | None = None
         self.seats: list[Seat | None] = []
         # The sequences as the last launched step left them; None for one that has ended.
         self._ahead: list[Running | None] = []
@@ -142,23 +144,33 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
     def num_rows(self, seat: Seat) -> int:
         return min(seat.width, self._budget) if self._budget else seat.width
 
-    def prefill(self, batch: ForwardBatch) -> None:
-        assert not len(batch.logit_rows)
+    def prefill(self, batch: ForwardBatch, parts: Sequence[tuple[int, int]], *, may_wait: bool) -> int:
+        assert not len(batch.logit_rows) and self._waiting is None
         self.prefills.append(batch.num_rows)
-        self._target.forward(batch, self._features)
+        self._waiting = WaitingPrompts(batch, parts, self.memory.layout.prompt_rows * (self.number % 2))
+        first = self._waiting.hidden_row
+        if not may_wait:
+            self._run_prompts()
+        return first
 
-    def keep_hidden(self, parts: Sequence[tuple[int, int]]) -> int:
-        first = at = self.memory.layout.prompt_rows * (self.number % 2)
-        for start, count in parts if self._features else ():
+    def _run_prompts(self) -> bool:
+        """Compute prompts that wait. Return whether there were any."""
+        prompts, self._waiting = self._waiting, None
+        if prompts is None:
+            return False
+        self._target.forward(prompts.batch, self._features)
+        at = prompts.hidden_row
+        for start, count in prompts.parts if self._features else ():
             rows = torch.from_numpy(self._target.feature_rows(list(range(start, start + count))))
             self.memory.prompt_hidden[at : at + count] = rows
             at += count
-        return first
+        return True
 
-    def launch(self, *, is_drafted: bool, found: Mapping[int, Draft]) -> None:
+    def launch(self, *, is_drafted: bool, found: Mapping[int, Draft]) -> bool:
         assert len(self._unread) < MAX_IN_FLIGHT and self.is_bound
         if is_drafted:
             self._order.await_draft(self.number)
+        has_joined = self._run_prompts()
         self._on_launch(self.number + 1)
         self.num_found.append(len(found))
         self._widths = self._shared_widths(found)
@@ -175,6 +187,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         self.most_in_flight = max(self.most_in_flight, len(self._unread))
         if not any(seat is not None and seat.is_masked for seat in self.seats):
             self._conclude({})
+        return has_joined
 
     @property
     def is_bound(self) -> bool:

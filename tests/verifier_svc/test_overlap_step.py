@@ -44,10 +44,21 @@ LARGEST = StepShape(16, SLOTS, NODES, NUM_BLOCKS, EMBEDDING, is_shared=False)
 
 
 class Steps:
-    """A ResidentStep with a small target. ``seated``: sequences by seat."""
+    """A ResidentStep with a small target.
 
-    def __init__(self, folder: Path, device: str, rows: int = 16, *, is_padded: bool = False) -> None:
-        """``is_padded``: run each step in a size that holds all."""
+    Attributes:
+        seated: sequences by seat.
+        num_joined: steps whose pass had prompts in it.
+    """
+
+    def __init__(
+        self, folder: Path, device: str, rows: int = 16, *, is_padded: bool = False, is_joined: bool = False
+    ) -> None:
+        """
+        Args:
+            is_padded: run each step in a size that holds all.
+            is_joined: compute prompts in the next step's pass.
+        """
         backend = Backend("gpu", torch.device(device))
         sizes = PassSizes(rows, 16, SLOTS, NUM_BLOCKS)
         self.runner = DeviceRunner(folder, backend=backend, sizes=sizes, block_size=BLOCK, num_blocks=NUM_BLOCKS)
@@ -65,7 +76,9 @@ class Steps:
         self.step = ResidentStep(
             self.runner, walker, self.memory, StreamOrder(), max_seats=SLOTS, simulated=None, graphs=True
         )
-        self.is_padded = is_padded
+        self.is_padded, self.is_joined, self.num_joined = is_padded, is_joined, 0
+        if is_joined:
+            list(self.step.captures(EMBEDDING, [], has_found=False))
         if is_padded:
             # Buffers that grew later would end the graphs.
             self.runner.forward(blank_batch(16, SLOTS), EMBEDDING)
@@ -76,12 +89,11 @@ class Steps:
         self.seated: dict[int, Sequence] = {}
 
     def prefill(self, sequence: Sequence, num_tokens: int) -> torch.Tensor:
-        """Compute prompt tokens; return the hidden states that a drafter gets of them."""
+        """Compute prompt tokens; return the hidden states that a drafter gets of them, after the next step."""
         part = Scheduled(sequence, num_tokens, 1)
         batch = build_batch([part], BLOCK, NUM_BLOCKS * BLOCK)
-        self.step.prefill(batch.forward)
+        first = self.step.prefill(batch.forward, [(0, num_tokens)], may_wait=self.is_joined)
         sequence.num_computed += num_tokens
-        first = self.step.keep_hidden([(0, num_tokens)])
         return self.memory.prompt_hidden[first : first + num_tokens]
 
     def join(self, sequence: Sequence, width: int = 1) -> int:
@@ -112,7 +124,7 @@ class Steps:
 
     def run(self, *, is_drafted: bool = False, found: Mapping[int, Draft] | None = None) -> dict[int, list[int]]:
         """Run one step; return the tokens of each seat that took part."""
-        self.step.launch(is_drafted=is_drafted, found=found or {})
+        self.num_joined += self.step.launch(is_drafted=is_drafted, found=found or {})
         self.step.wait()
         tokens: dict[int, list[int]] = {}
         for seat, walk, num_nodes, _ in self.step.receive():
@@ -309,12 +321,15 @@ def test_a_step_without_seats_only_gets_its_number(folder: Path, device: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_padded", [False, True])
-def test_a_sequence_joins_beside_a_tree_and_the_first_one_leaves(folder: Path, device: str, *, is_padded: bool) -> None:
+@pytest.mark.parametrize(("is_padded", "is_joined"), [(False, False), (True, False), (False, True)])
+def test_a_sequence_joins_beside_a_tree_and_the_first_one_leaves(
+    folder: Path, device: str, *, is_padded: bool, is_joined: bool
+) -> None:
     """Widths change from step to step; each text is that of the sequence alone."""
-    steps = Steps(folder, device, is_padded=is_padded)
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
-    texts = [steps.text(prompt, 6) for prompt in prompts]
+    alone = Steps(folder, device)
+    texts = [alone.text(prompt, 6) for prompt in prompts]
+    steps = Steps(folder, device, is_padded=is_padded, is_joined=is_joined)
     first = sequence_of(prompts[0], 0, [0, 1, 2, 3])
     steps.prefill(first, 4)
     assert steps.join(first) == 0
@@ -338,6 +353,7 @@ def test_a_sequence_joins_beside_a_tree_and_the_first_one_leaves(folder: Path, d
     steps.step.seating.resize(0, 2)
     assert steps.run(is_drafted=True) == {0: texts[0][4:6], 1: texts[1][:1]}
     assert torch.equal(torch.cat(halves), embedding[prompts[1][:2]])
+    assert steps.num_joined == (3 if is_joined else 0)
     assert halves[0].data_ptr() != halves[1].data_ptr()
 
     # The first seat stays empty, and the second one has its rows.
@@ -351,3 +367,39 @@ def test_a_sequence_joins_beside_a_tree_and_the_first_one_leaves(folder: Path, d
     steps.prefill(third, 4)
     assert steps.join(third) == 0
     assert steps.run() == {0: texts[0][:1], 1: texts[1][3:4]}
+
+
+def test_prompts_join_a_step_whose_seats_share_rows(folder: Path, device: str) -> None:
+    """They follow the rows that the kernel divides, and their hidden states reach the drafter."""
+    prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
+    alone = Steps(folder, device)
+    texts = [alone.text(prompt, 3) for prompt in prompts]
+    steps = Steps(folder, device, is_joined=True)
+    steps.step.seating.share_rows(2)
+    first, second = (sequence_of(prompt, slot, [4 * slot + i for i in range(4)]) for slot, prompt in enumerate(prompts))
+    steps.prefill(first, 4)
+    steps.join(first, width=3)
+    assert steps.run() == {0: texts[0][:1]}
+    steps.draft(0, texts[0][:2], [-1, 0])
+    hidden = steps.prefill(second, 2)
+    steps.join(second, width=3)
+    assert steps.run(is_drafted=True) == {0: texts[0][1:3], 1: texts[1][:1]}
+    assert torch.equal(hidden, steps.runner.weights.embedding[prompts[1][:2]])
+    # Without prompts the rows are laid out again.
+    assert steps.run()[1] == texts[1][1:2]
+    assert steps.num_joined == 2
+
+
+def test_prompts_without_room_in_a_step_have_a_pass_of_their_own(folder: Path, device: str) -> None:
+    """A pass of 16 rows holds a tree of 4 and 12 tokens of a prompt, but not 13."""
+    text = Steps(folder, device).text([5, 6, 7, 8, 9], 2)
+    for count, num_joined in ((12, 1), (13, 0)):
+        steps = Steps(folder, device, is_joined=True)
+        seated = sequence_of([5, 6, 7, 8, 9], 0, [0, 1, 2, 3])
+        steps.is_joined = False
+        steps.prefill(seated, 4)
+        steps.is_joined = True
+        steps.join(seated, width=NODES)
+        prompt = sequence_of(list(range(1, 16)), 1, [4, 5, 6, 7])
+        steps.prefill(prompt, count)
+        assert steps.run() == {0: text[:1]} and steps.num_joined == num_joined

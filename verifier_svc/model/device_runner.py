@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from foretoken.models.backend import Backend
 from foretoken.models.batch import ForwardBatch, chain_batch, chains_batch
 from foretoken.models.decoder_weights import Progress
+from foretoken.models.device_batch import BatchShape
 from foretoken.models.device_llama import DeviceLlama, ResidentPass
 from foretoken.models.device_sizes import PassSizes, choices_file
 from foretoken.models.flashinfer_attention import FlashInferAttention
@@ -71,7 +72,7 @@ class DeviceRunner(TargetModel):
     ) -> None:
         super().__init__(path, backend=backend, **options)
         self._device = backend.device
-        self._most_rows, self._most_wanted, self._most_seqs = sizes.rows, sizes.wanted, sizes.seqs
+        self._sizes = sizes
         self._strict = strict
         planned = None
         if flashinfer != "none":
@@ -129,9 +130,9 @@ class DeviceRunner(TargetModel):
         copy_slots(self.planes, moves[0], moves[1])
 
     @property
-    def most_rows(self) -> int:
-        """Return the rows of the largest pass."""
-        return self._most_rows
+    def sizes(self) -> PassSizes:
+        """Return the sizes of the largest pass."""
+        return self._sizes
 
     @property
     def generation(self) -> int:
@@ -143,6 +144,10 @@ class DeviceRunner(TargetModel):
     ) -> ResidentPass:
         """Return the buffers of an overlapped pass; see DeviceLlama.resident_pass."""
         return self._model.resident_pass(features, rows, seqs, max_seq_rows, blocks)
+
+    def joined_pass(self, features: tuple[int, ...], shape: BatchShape) -> ResidentPass:
+        """Return the buffers of an overlapped pass with prompts; see DeviceLlama.joined_pass."""
+        return self._model.joined_pass(features, shape)
 
     def tune(self, path: Path | None) -> None:
         """Time the matmul kernels and use the fastest. ``path``: a file that keeps the choices."""
@@ -167,7 +172,7 @@ class DeviceRunner(TargetModel):
         ``max_nodes``: most nodes of one tree.
         """
         start = time.perf_counter()
-        room = min(self.max_model_len, self.cache.num_slots - self.block_size, self._most_rows)
+        room = min(self.max_model_len, self.cache.num_slots - self.block_size, self._sizes.rows)
         # Attention has a kernel for each tile size, which grows with the rows, for splits, and for
         # small tiles after a long context; there, few rows use the kernel of a single row. Matmuls,
         # including the logits', have kernels for their own row counts.
@@ -175,12 +180,12 @@ class DeviceRunner(TargetModel):
         longest = min(self.max_model_len, self.cache.num_slots - self.block_size, _LONG_CONTEXT)
         for done, rows in enumerate(count for count in counts if count <= room):
             progress(done, len(counts), "compiling kernels")
-            wanted = None if rows <= min(ROW_BUCKETS[-1], self._most_wanted) else np.array([rows - 1], np.int32)
+            wanted = None if rows <= min(ROW_BUCKETS[-1], self._sizes.wanted) else np.array([rows - 1], np.int32)
             for first in {0, max(longest - rows, 0) if rows > _FEW_ROWS else 0}:
                 self.forward(chain_batch(np.zeros(rows, np.int32), first, self.block_size, wanted))
         # With many sequences attention splits nothing and uses the largest tiles of trees.
-        seqs = min(self._most_seqs, self._most_wanted)
-        largest_tree = max(min(max_nodes, room, self._most_wanted // seqs), 1)
+        seqs = min(self._sizes.seqs, self._sizes.wanted)
+        largest_tree = max(min(max_nodes, room, self._sizes.wanted // seqs), 1)
         for length in {1, min(_TREE_ROWS, largest_tree), largest_tree}:
             self.forward(chains_batch(seqs, length, self.block_size, self.cache.num_slots // self.block_size - 1))
         nowhere = np.zeros(1, np.int32)
@@ -193,6 +198,6 @@ class DeviceRunner(TargetModel):
             _log.info("numerics: fast; a near-tie may fall differently with and without speculation")
             return
         start = time.perf_counter()
-        most = min(self.cache.num_slots, self.max_model_len, self._most_rows, self._most_wanted)
+        most = min(self.cache.num_slots, self.max_model_len, self._sizes.rows, self._sizes.wanted)
         independent = rows_are_independent(self.forward, self.config, self.block_size, most, progress, _STRICT_COUNTS)
         self.set_mode(independent, time.perf_counter() - start)

@@ -66,11 +66,14 @@ class PrefillBudget:
         """Return what a pass over ``num_tokens`` prompt tokens should take; 0 where none was timed."""
         return self.factor * self._token_s * max(num_tokens, self._bound_tokens) if num_tokens else 0.0
 
-    def observe(self, num_tokens: int, seconds: float, step_s: float) -> None:
-        """Learn from a step that took ``seconds`` with prompts, and should take ``step_s`` without."""
+    def observe(self, num_tokens: int, seconds: float, step_s: float, *, has_joined: bool = False) -> None:
+        """Learn from a step that took ``seconds`` with prompts, and should take ``step_s`` without.
+
+        ``has_joined``: whether the prompts were in the step's own pass, which reads the weights anyway.
+        """
         if not self._token_s:
             return
-        weight = max(num_tokens, self._bound_tokens)
+        weight = num_tokens if has_joined else max(num_tokens, self._bound_tokens)
         self._observed.append((max(seconds - step_s, 0.0) / (weight * self._token_s), weight))
         self.factor = _median(self._observed)
 

@@ -1,0 +1,51 @@
+"""Which passes over a step's rows and prompts there are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from foretoken.models.batch import ForwardBatch, blank_batch
+from foretoken.models.device_sizes import PassSizes
+from verifier_svc.joined_prompts import JoinedSizes
+
+LARGE = JoinedSizes(PassSizes(rows=8192, wanted=4096, seqs=256, blocks=512), max_seats=256, max_width=32)
+SMALL = JoinedSizes(PassSizes(rows=100, wanted=40, seqs=4, blocks=8), max_seats=4, max_width=8)
+
+
+def prompts(rows: int, seqs: int = 1) -> ForwardBatch:
+    return blank_batch(rows, seqs)
+
+
+@pytest.mark.parametrize("sizes", [LARGE, SMALL])
+@pytest.mark.parametrize("num_rows", [1, 5, 40, 130, 300, 600])
+@pytest.mark.parametrize("num_prompt_rows", [1, 59, 95, 300, 700])
+def test_a_size_holds_what_it_is_chosen_for_and_has_a_graph(
+    sizes: JoinedSizes, num_rows: int, num_prompt_rows: int
+) -> None:
+    for num_seats in (1, 4, 200):
+        size = sizes.of(num_rows, num_seats, 1, prompts(num_prompt_rows))
+        total = num_rows + num_prompt_rows
+        fits = total <= min(1024, sizes.most.rows) and num_rows <= min(512, sizes.most.wanted)
+        if num_seats > sizes.max_seats or not fits:
+            assert size is None
+        else:
+            assert size is not None and size in sizes.all()
+            assert size.rows >= total and size.wanted >= num_rows and size.seqs >= num_seats
+
+
+def test_few_rows_are_empty() -> None:
+    """A row costs as much as another, whether it is one of a prompt or none."""
+    for total in range(2, 1025):
+        size = LARGE.of(1, 1, 1, prompts(total - 1))
+        assert size is not None and size.rows - total < 64
+
+
+def test_what_no_graph_holds_has_a_pass_of_its_own() -> None:
+    assert LARGE.of(16, 16, 128, prompts(300, 8)) is not None
+    assert LARGE.of(16, 16, 129, prompts(300, 8)) is None
+    assert LARGE.of(16, 16, 128, prompts(300, 9)) is None
+    long = replace(prompts(10), block_tables=np.zeros((1, 129), np.int32))
+    assert LARGE.of(16, 16, 1, long) is None
