@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.device_batch import BatchShape, runs_of, table_bucket
-from foretoken.models.device_batches import prompt_bucket
+from foretoken.models.device_batches import MAX_PROMPT_GRAPH_ROWS, prompt_bucket
 from foretoken.models.device_sizes import PassSizes
 
-# Larger passes are bound by arithmetic, so two of them take hardly longer than one.
-_MOST_ROWS = 1024
-# Most rows with logits. A pass computes as many logits.
-_ROW_COUNTS = (128, 256, 512)
+# Larger passes are bound by arithmetic: two of them take hardly longer than one.
+_MOST_ROWS = MAX_PROMPT_GRAPH_ROWS
+# Rows with logits. A pass computes that of each, whether the step has so many rows or fewer.
+_ROW_COUNTS = (128, 256, 512, 768, 1024)
 # Most prompts.
 _MOST_PROMPTS = 8
 # Most blocks of a sequence: those of the narrowest block tables.

@@ -270,9 +270,9 @@ class OverlappedRun:  # large: the phases of one loop share its state
     # 3. Launch.
 
     def _prefill(self) -> int:
-        """Launch or prepare a pass over the next prompt tokens, all but each prompt's last. Return its rows."""
+        """Prepare a pass over the next prompt tokens, all but each prompt's last. Return its rows."""
         with self._lifecycle.counters.phase("prefill"):
-            return self._launch_prompts()
+            return self._prepare_prompts()
 
     def _prepare_lookups(self, num_prompt_rows: int) -> None:
         """Do what look-ups can do before the tokens of the step in flight are known."""
@@ -284,6 +284,8 @@ class OverlappedRun:  # large: the phases of one loop share its state
         """Read the step in flight if look-ups wait for it. Return False if it had to go on without its trees."""
         if not self._lookups.are_due or not self._step.num_in_flight:
             return True
+        # While the host looks up, the GPU has nothing else to do.
+        self._step.launch_prompts()
         is_sound = self._read()
         self._free_seats()
         return is_sound
@@ -336,7 +338,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
         )
         return True
 
-    def _launch_prompts(self) -> int:
+    def _prepare_prompts(self) -> int:
         drafting, capture = self._drafting, self._speculator.hidden_states
         if not self._joining:
             return 0
@@ -369,8 +371,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
             self._lifecycle.advance(part.sequence, part.num_tokens)
             if drafting.send_prompt(part.sequence, part.num_rows):
                 sent.append((first_row, part.num_rows))
-        # While the host looks up, the GPU has nothing but the prompts.
-        self._prompt_start = self._step.prefill(batch.forward, sent, may_wait=not self._lookups.are_due)
+        self._prompt_start = self._step.prefill(batch.forward, sent)
         return batch.forward.num_rows
 
     def _step_s(self, shape: Shape, num_seats: int) -> float:

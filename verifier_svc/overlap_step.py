@@ -226,30 +226,27 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             self.sizes.add(shape)
         return True
 
-    @torch.inference_mode()
-    def prefill(self, batch: ForwardBatch, parts: Items[tuple[int, int]], *, may_wait: bool) -> int:
-        """Launch a pass over prompt tokens, without logits, or leave them to the next step's pass if that has room.
+    def prefill(self, batch: ForwardBatch, parts: Items[tuple[int, int]]) -> int:
+        """Compute prompt tokens, without logits, in the pass of the next step, or before it if that has no room.
 
         Hidden states are copied for the drafter, one part after the other.
         Returns the row of ``memory.prompt_hidden`` where the first one is, after the next step.
 
         Args:
             parts: first row and number of rows in the pass.
-            may_wait: whether the GPU has work until the next step.
         """
         assert self._waiting is None
         # The drafter has read this half: the last step in flight waits for its trees.
-        prompts = WaitingPrompts(batch, parts, self.memory.layout.prompt_rows * (self.number % 2))
-        if may_wait:
-            self._waiting = prompts
-        else:
-            self._run_prompts(prompts)
-        return prompts.hidden_row
+        self._waiting = WaitingPrompts(batch, parts, self.memory.layout.prompt_rows * (self.number % 2))
+        return self._waiting.hidden_row
 
-    def _run_prompts(self, prompts: WaitingPrompts) -> None:
-        """Launch a pass over prompts alone."""
-        self._runner.forward(prompts.batch, self._features)
-        self._keep_hidden(prompts, self._runner.features)
+    @torch.inference_mode()
+    def launch_prompts(self) -> None:
+        """Launch a pass over the prompts of ``prefill`` alone, if they wait for the next step's."""
+        prompts, self._waiting = self._waiting, None
+        if prompts is not None:
+            self._runner.forward(prompts.batch, self._features)
+            self._keep_hidden(prompts, self._runner.features)
 
     def _keep_hidden(self, prompts: WaitingPrompts, features: torch.Tensor | None) -> None:
         """Copy hidden states for the drafter. ``features``: those of the prompts' rows."""
@@ -454,8 +451,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             size = self._joined_size(needs, self._waiting)
             if size is not None:
                 return self._lay_out_seats(needs, size)
-            self._run_prompts(self._waiting)
-            self._waiting = None
+            self.launch_prompts()
         if needs.most_blocks == 0:
             return None
         is_kept = seating.are_laid_out_for(needs) and not self.sizes.is_wasteful

@@ -25,6 +25,6 @@ class SeenBudget(PrefillBudget):
         self.asked.append(step_s)
         return self._chosen(step_s) if step_s else super().tokens(step_s)
 
-    def observe(self, num_tokens: int, seconds: float, step_s: float) -> None:
+    def observe(self, num_tokens: int, seconds: float, step_s: float, *, has_joined: bool = False) -> None:
         assert seconds > 0
         self.observed.append(num_tokens)

@@ -92,7 +92,9 @@ class Steps:
         """Compute prompt tokens; return the hidden states that a drafter gets of them, after the next step."""
         part = Scheduled(sequence, num_tokens, 1)
         batch = build_batch([part], BLOCK, NUM_BLOCKS * BLOCK)
-        first = self.step.prefill(batch.forward, [(0, num_tokens)], may_wait=self.is_joined)
+        first = self.step.prefill(batch.forward, [(0, num_tokens)])
+        if not self.is_joined:
+            self.step.launch_prompts()
         sequence.num_computed += num_tokens
         return self.memory.prompt_hidden[first : first + num_tokens]
 

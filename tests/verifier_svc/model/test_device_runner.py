@@ -13,6 +13,7 @@ import torch
 from foretoken_kernels.gpu import tree_attention as attention
 
 from foretoken.models.batch import ForwardBatch
+from foretoken.models.device_sizes import PassSizes
 from foretoken.models.device_batch import table_bucket
 from verifier_svc.model.device_runner import DeviceRunner
 
@@ -43,9 +44,7 @@ def test_decode_finds_its_attention_compiled(max_model_len: int) -> None:
     runner = SimpleNamespace(
         _device=torch.device("cpu"),
         _strict=False,
-        _most_rows=4096,
-        _most_wanted=4096,
-        _most_seqs=64,
+        _sizes=PassSizes(rows=4096, wanted=4096, seqs=64, blocks=8192),
         max_model_len=max_model_len,
         cache=SimpleNamespace(num_slots=400_000),
         block_size=BLOCK,

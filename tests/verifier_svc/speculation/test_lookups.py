@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -350,3 +351,22 @@ def test_a_course_with_a_model_goes_on_where_the_lookups_end() -> None:
     course = Course([greedy(1, 6, 40)])
     course.run()
     assert sum(course.step.num_found) == 0 and course.num_accepted(0) > 10
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+def test_prompts_do_not_wait_for_a_step_that_waits_for_the_host(with_model: bool) -> None:
+    """The GPU computes them while the host looks up; otherwise they join the next step's pass."""
+    requests = [request("quick"), replace(request("quick", seed=2), prompt=prompt(2, 30))]
+    play = Play(requests, range(NUM_TOKENS), with_model=with_model)
+    keys = [play.runs.harness.submit(requests[0])]
+
+    def submit_second(number: int) -> None:
+        if number == 20:
+            keys.append(play.runs.harness.submit(requests[1]))
+
+    play.runs.on_launch = submit_second
+    play.runs.harness.drain()
+    results = [play.runs.harness.results[key] for key in keys]
+    assert [result.token_ids for result in results] == [result.token_ids for result in play.expected]
+    assert [size for step in play.runs.steps for size in step.prefills] == [5, 29]
+    assert sum(step.num_alone for step in play.runs.steps) == 1
