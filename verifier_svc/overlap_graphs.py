@@ -94,5 +94,4 @@ def _holds(shape: StepShape, asked: StepShape) -> bool:
         and shape.max_width >= asked.max_width
         and shape.blocks >= asked.blocks
         and shape.features == asked.features
-        and shape.is_shared == asked.is_shared
     )

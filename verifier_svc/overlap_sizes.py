@@ -19,12 +19,11 @@ _EMPTIED_ROWS = (MOST_LARGE_TREE_ROWS // 4, MOST_LARGE_TREE_ROWS // 2, MOST_LARG
 
 
 class UsualSize(NamedTuple):
-    """Rows, sequences, the most rows of one sequence, and whether the sequences share rows."""
+    """Rows, sequences, and the most rows of one sequence."""
 
     rows: int
     seqs: int
     max_width: int
-    is_shared: bool
 
 
 class ShapeRows(NamedTuple):
@@ -57,13 +56,13 @@ def usual_sizes(max_seats: int, most_nodes: int, shapes: Items[ShapeRows], *, ha
     """
     for before, count in pairwise((0, *_SEAT_COUNTS)):
         for mean, most, is_for_few in shapes:
-            is_shared, limit = mean < most, MOST_LARGE_TREE_ROWS if is_for_few else MAX_USUAL_ROWS
-            if is_shared and count < SHARED_FROM:
+            limit = MOST_LARGE_TREE_ROWS if is_for_few else MAX_USUAL_ROWS
+            if mean < most and count < SHARED_FROM:
                 continue
             # The largest size has as many rows as a graph may have, and holds some counts below its own.
             if before < max_seats and (before + 1) * mean <= limit:
                 seqs = min(count, max_seats)
-                yield UsualSize(min(seqs * mean, limit), seqs, most, is_shared)
+                yield UsualSize(min(seqs * mean, limit), seqs, most)
     if has_found:
         yield from _sizes_with_found(max_seats, most_nodes)
     else:
@@ -77,7 +76,7 @@ def _sizes_with_found(max_seats: int, most_nodes: int) -> Iterator[UsualSize]:
         seqs = min(count, max_seats)
         rows = count // 2 + 2
         while rows <= min(seqs * most_nodes, MAX_USUAL_ROWS):
-            yield UsualSize(rows, seqs, most_nodes, False)
+            yield UsualSize(rows, seqs, most_nodes)
             rows = bucket(rows) + 1
         count *= 2
 
@@ -90,5 +89,5 @@ def _emptied_sizes(max_seats: int, shapes: Items[ShapeRows]) -> Iterator[UsualSi
     count = seq_bucket(MOST_LARGE_TREE_ROWS // most + 1)
     while count <= seq_bucket(max_seats):
         for rows in _EMPTIED_ROWS:
-            yield UsualSize(rows, min(count, max_seats), most, False)
+            yield UsualSize(rows, min(count, max_seats), most)
         count *= 2

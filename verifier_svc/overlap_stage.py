@@ -19,7 +19,6 @@ class StepShape(NamedTuple):
     """The sizes that a step's graph is captured for.
 
     Attributes:
-        is_shared: whether the GPU divides the rows.
         pass_rows: rows of a pass with prompts; 0: it has none.
     """
 
@@ -28,14 +27,13 @@ class StepShape(NamedTuple):
     max_width: int
     blocks: int
     features: tuple[int, ...]
-    is_shared: bool
     pass_rows: int = 0
 
 
 class Stage:
     """The buffers of one shape."""
 
-    def __init__(self, resident: ResidentPass, walk: WalkStage, *, is_shared: bool) -> None:
+    def __init__(self, resident: ResidentPass, walk: WalkStage) -> None:
         self.resident, self.walk = resident, walk
         arrays, asked, wanted = resident.batch.arrays, walk.asked.device, resident.batch.shape.wanted
         # Rows of prompts come after the seats' rows and have no logits.
@@ -56,9 +54,9 @@ class Stage:
             num_nodes=walk.found.device["num_nodes"],
         )
         self.tables = SendRing(arrays.block_tables, _TABLES_IN_FLIGHT)
-        # Most rows of each seat. None: rows are not shared.
+        # Most rows of each seat, where seats share the rows.
         sizes = {"widths": ((resident.batch.shape.seqs,), torch.int32)}
-        self.widths = PinnedBuffers(sizes, arrays.row_starts.device) if is_shared else None
+        self.widths = PinnedBuffers(sizes, arrays.row_starts.device)
         # The first row of each seat, and the trees that the rows got.
         self.starts = FetchBuffer(arrays.row_starts)
         self.tokens, self.parents = FetchBuffer(asked["tokens"]), FetchBuffer(asked["parents"])

@@ -48,6 +48,7 @@ from verifier_svc.sampling.device_walker import DeviceWalker, walk_results
 from verifier_svc.sampling.verify import WalkResult, followed
 from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult, SeatTree
+from verifier_svc.speculation.candidate_shapes import SHARED_FROM
 
 # Steps of other sizes before their graph is captured while requests wait. Where a batch shrinks or grows, most sizes
 # pass sooner.
@@ -55,9 +56,13 @@ _EAGER_STEPS = 8
 
 
 class _Part(Enum):
-    """The parts of a step, in order. Each is a graph: what comes between two of them, in a step with masks, is not."""
+    """The parts of a step, in order; the first or the second lays out the rows.
+
+    Each is a graph: what comes between two of them, in a step with masks, is not.
+    """
 
     LAY_OUT = "lay_out"
+    SHARE_OUT = "share_out"
     PASS = "pass"
     CONCLUDE = "conclude"
 
@@ -166,14 +171,14 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         assert not self._in_flight
         self._features = features
         nodes = self.memory.layout.nodes
-        stage = self._stage(nodes, 1, nodes, 1, is_shared=False)
+        stage = self._stage(nodes, 1, nodes, 1)
         assert self._shape is not None
         starts = np.full(self._shape.seqs + 1, nodes, np.int32)
         starts[0] = 0
         stage.resident.batch.clear(starts)
         self._fill_walk(stage, starts)
         self.seating.compile()
-        self._lay_out(stage, self._shape.max_width, self._shape.rows, is_shared=False)
+        self._lay_out(stage, self._shape, is_shared=False)
         self._conclude(stage, self._shape.max_width)
         self._conclude(stage, self._shape.max_width, self._walker.masks.send(self._shape.rows, []))
         self.seating.forget_layout()
@@ -195,9 +200,9 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
                 yield
                 rows = prompt_bucket(rows + 1)
         usual = usual_sizes(len(self.seating.seats), self.memory.layout.nodes, shapes, has_found=has_found)
-        for rows, seqs, width, is_shared in usual:
+        for rows, seqs, width in usual:
             self._features = features
-            stage = self._stage(rows, seqs, width, 1, is_shared=is_shared)
+            stage = self._stage(rows, seqs, width, 1)
             if self._capture(stage, np.minimum(np.arange(len(stage.rows.row_starts), dtype=np.int32) * width, rows)):
                 yield
         for size in self._joined.all():
@@ -217,12 +222,15 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         stage.resident.batch.clear(starts)
         self._fill_walk(stage, starts)
         for part in _Part:
-            if part != _Part.LAY_OUT or not shape.pass_rows:
-                self._graphs.capture((shape, part), self._launch_of(part, stage, shape))
-        if shape.pass_rows:
-            for is_shared in (False, True):
-                self._lay_out(stage, shape.max_width, shape.rows, is_shared=is_shared)
-        else:
+            launch = self._launch_of(part, stage, shape)
+            if part == _Part.SHARE_OUT and (shape.seqs < SHARED_FROM or shape.max_width == 1):
+                continue
+            if part in (_Part.LAY_OUT, _Part.SHARE_OUT) and shape.pass_rows:
+                # It only compiles.
+                launch()
+            else:
+                self._graphs.capture((shape, part), launch)
+        if not shape.pass_rows:
             self.sizes.add(shape)
         return True
 
@@ -286,7 +294,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         is_masked = any(seat is not None and seat.is_masked for seat in self.seating.seats)
         if not is_masked and joined is None:
             self.sizes.count_step()
-        self._run(_Part.LAY_OUT, stage)
+        self._run(_Part.SHARE_OUT if self._needs.are_rows_shared else _Part.LAY_OUT, stage)
         if is_masked:
             stage.starts.fetch()
             stage.tokens.fetch()
@@ -489,9 +497,9 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         )
         most = self.memory.layout.nodes if is_wide else max(widths)
         if joined is None:
-            asked = StepShape(num_rows, last + 1, most, needs.most_blocks, self._features, needs.are_rows_shared)
+            asked = StepShape(num_rows, last + 1, most, needs.most_blocks, self._features)
             size = self.sizes.choose(asked) or asked
-            stage = self._stage(*size[:4], is_shared=size.is_shared)
+            stage = self._stage(*size[:4])
         else:
             stage = self._joined_stage(joined)
         shape = self._shape
@@ -500,7 +508,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         # Where rows are shared, a kernel divides them in each step.
         starts[: last + 1] = np.minimum(np.cumsum([0, *widths[:-1]]), num_rows)
         stage.resident.batch.clear(starts, None if self._waiting is None else self._waiting.batch)
-        if stage.widths is not None and needs.are_rows_shared:
+        if needs.are_rows_shared:
             stage.widths.wait()
             stage.widths.host["widths"][:] = 0
             stage.widths.host["widths"][: last + 1] = widths
@@ -512,18 +520,17 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         seating.mark_laid_out()
         return stage
 
-    def _stage(self, rows: int, seqs: int, max_width: int, blocks: int, *, is_shared: bool) -> Stage:
+    def _stage(self, rows: int, seqs: int, max_width: int, blocks: int) -> Stage:
         resident = self._runner.resident_pass(self._features, rows, seqs, max_width, blocks)
         batch = resident.batch.shape
-        shape = StepShape(batch.rows, batch.seqs, batch.max_seq_rows, batch.blocks, self._features, is_shared)
+        shape = StepShape(batch.rows, batch.seqs, batch.max_seq_rows, batch.blocks, self._features)
         return self._stage_of(shape, resident)
 
     def _joined_stage(self, size: BatchShape) -> Stage:
         return self._stage_of(self._joined_shape(size), self._runner.joined_pass(self._features, size))
 
     def _joined_shape(self, size: BatchShape) -> StepShape:
-        # Seats may share rows or not: the kernels that lay them out are in no graph.
-        return StepShape(size.wanted, size.seqs, size.max_seq_rows, size.blocks, self._features, True, size.rows)
+        return StepShape(size.wanted, size.seqs, size.max_seq_rows, size.blocks, self._features, size.rows)
 
     def _stage_of(self, shape: StepShape, resident: ResidentPass) -> Stage:
         """Return the stage of a shape, which becomes that of the next step."""
@@ -535,7 +542,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         stage = self._stages.get(shape)
         if stage is None:
             walk = self._walker.new_stage(shape.rows, shape.seqs, MAX_IN_FLIGHT + 1)
-            stage = Stage(resident, walk, is_shared=shape.is_shared)
+            stage = Stage(resident, walk)
             self._stages[shape] = stage
         self._shape = shape
         return stage
@@ -571,12 +578,9 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         """Launch a part of a step, by a graph if that pays."""
         shape = self._shape
         assert shape is not None
-        if part == _Part.LAY_OUT and shape.pass_rows:
-            self._lay_out(stage, shape.max_width, self._needs.num_rows, is_shared=self._needs.are_rows_shared)
-            return
         launch = self._launch_of(part, stage, shape)
-        if shape.rows > MAX_USUAL_ROWS:
-            # It keeps the GPU busy for longer than the host takes to launch it.
+        if shape.rows > MAX_USUAL_ROWS or (shape.pass_rows and part in (_Part.LAY_OUT, _Part.SHARE_OUT)):
+            # It keeps the GPU busy for longer than the host takes to launch it, or differs from step to step.
             launch()
             return
         key = shape, part
@@ -596,12 +600,11 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             return stage.resident.launch
         if part == _Part.CONCLUDE:
             return partial(self._conclude, stage, shape.max_width)
-        return partial(self._lay_out, stage, shape.max_width, shape.rows, is_shared=shape.is_shared)
+        return partial(self._lay_out, stage, shape, is_shared=part == _Part.SHARE_OUT)
 
-    def _lay_out(self, stage: Stage, max_width: int, num_rows: int, *, is_shared: bool) -> None:
+    def _lay_out(self, stage: Stage, shape: StepShape, *, is_shared: bool) -> None:
         found = DraftedTrees(**self._found.device)
         if is_shared:
-            assert stage.widths is not None
             share_rows(
                 self.seating.state,
                 self._drafted,
@@ -610,8 +613,9 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
                 stage.widths.device["widths"],
                 stage.rows.row_starts,
                 stage.walk.asked.device["row_starts"],
-                num_rows=num_rows,
-                max_width=max_width,
+                # Behind the rows that are shared there may be prompts.
+                num_rows=self._needs.num_rows if shape.pass_rows else shape.rows,
+                max_width=shape.max_width,
             )
         lay_out_rows(
             self.seating.state,
@@ -622,7 +626,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             block_size=self._runner.block_size,
             num_slots=self._runner.num_blocks * self._runner.block_size,
             vocab_size=self._runner.config.vocab_size,
-            max_width=max_width,
+            max_width=shape.max_width,
             max_depth=self.max_tokens - 1,
         )
 

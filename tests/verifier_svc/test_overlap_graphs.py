@@ -23,8 +23,8 @@ from verifier_svc.speculation.candidate_shapes import (
 LAYERS = (2, 16)
 
 
-def size(rows: int, seqs: int, width: int = 8, blocks: int = 128, *, is_shared: bool = False) -> StepShape:
-    return StepShape(rows, seqs, width, blocks, LAYERS, is_shared)
+def size(rows: int, seqs: int, width: int = 8, blocks: int = 128) -> StepShape:
+    return StepShape(rows, seqs, width, blocks, LAYERS)
 
 
 def captured(*sizes: StepShape) -> OverlapGraphs:
@@ -49,7 +49,6 @@ def test_no_graph_holds_what_is_larger_or_of_another_kind() -> None:
     assert graphs.choose(size(16, 17)) is None
     assert graphs.choose(size(16, 2, width=9)) is None
     assert graphs.choose(size(16, 2, blocks=129)) is None
-    assert graphs.choose(size(16, 2, is_shared=True)) is None
     assert graphs.choose(size(16, 2)._replace(features=(3,))) is None
     graphs.clear()
     assert graphs.choose(size(16, 2)) is None and not graphs.is_due
@@ -96,8 +95,7 @@ def test_rows_that_no_graph_of_its_own_could_spare_are_not_counted() -> None:
 
 
 def captured_usual(usual: Iterable[UsualSize]) -> OverlapGraphs:
-    sizes = [captured_sizes(rows, seqs, width, 1) for rows, seqs, width, _ in usual]
-    return captured(*(StepShape(*each, LAYERS, size.is_shared) for each, size in zip(sizes, usual, strict=True)))
+    return captured(*(StepShape(*captured_sizes(rows, seqs, width, 1), LAYERS) for rows, seqs, width in usual))
 
 
 @pytest.mark.parametrize("max_seats", [1, 7, 100, 256, 500])
@@ -108,7 +106,7 @@ def test_every_number_of_sequences_has_a_graph_that_holds_it(max_seats: int, mea
     assert all(size.rows <= MAX_USUAL_ROWS for size in usual)
     for count in range(SHARED_FROM if mean < most else 1, max_seats + 1):
         if count * mean <= MAX_USUAL_ROWS:
-            assert graphs.choose(size(count * mean, count, most, 1, is_shared=mean < most)), count
+            assert graphs.choose(size(count * mean, count, most, 1)), count
 
 
 @pytest.mark.parametrize("max_seats", [1, 7, 100, 256, 500])
@@ -119,12 +117,14 @@ def test_every_shape_of_a_choice_has_a_graph_however_the_seats_have_emptied(max_
     usual = list(usual_sizes(max_seats, 32, rows_of_shapes(shapes), has_found=has_found))
     graphs = captured_usual(usual)
     for shape in shapes:
-        is_shared = shape.rows < shape.nodes
         for count in filter(partial(suits, shape), range(1, max_seats + 1)):
             for seats in range(count, max_seats + 1, 7):
                 if is_large_tree(shape) or seats * shape.rows <= MAX_USUAL_ROWS:
-                    asked = size(count * shape.rows, seats, shape.nodes, 1, is_shared=is_shared)
+                    asked = size(count * shape.rows, seats, shape.nodes, 1)
                     assert graphs.choose(asked), (shape, count, seats)
+                    # The host may have found a tree of any size for a sequence.
+                    asked = asked._replace(rows=min(asked.rows + 31, 32 * seats, MAX_USUAL_ROWS), max_width=32)
+                    assert not has_found or graphs.choose(asked), (shape, count, seats)
 
 
 def test_large_trees_get_no_graphs_for_batches_that_do_not_draft_them() -> None:

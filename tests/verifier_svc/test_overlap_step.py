@@ -40,7 +40,7 @@ EMBEDDING = (0,)
 ROOT_ALONE = np.zeros(1, np.int32)
 # A size without a graph gets one after 8 steps.
 STEPS_BEFORE_A_CAPTURE = 9
-LARGEST = StepShape(16, SLOTS, NODES, NUM_BLOCKS, EMBEDDING, is_shared=False)
+LARGEST = StepShape(16, SLOTS, NODES, NUM_BLOCKS, EMBEDDING)
 
 
 class Steps:
@@ -83,8 +83,7 @@ class Steps:
             # Buffers that grew later would end the graphs.
             self.runner.forward(blank_batch(16, SLOTS), EMBEDDING)
             self.step.warm_up(EMBEDDING)
-            for is_shared in (False, True):
-                self.step.sizes.add(LARGEST._replace(is_shared=is_shared))
+            self.step.sizes.add(LARGEST)
         self.step.begin(EMBEDDING, 0)
         self.seated: dict[int, Sequence] = {}
 

@@ -13,8 +13,8 @@ import torch
 from foretoken_kernels.gpu import tree_attention as attention
 
 from foretoken.models.batch import ForwardBatch
-from foretoken.models.device_sizes import PassSizes
 from foretoken.models.device_batch import table_bucket
+from foretoken.models.device_sizes import PassSizes
 from verifier_svc.model.device_runner import DeviceRunner
 
 BLOCK = 16
