@@ -162,7 +162,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
             if not is_ending and self._has_work():
                 asked = self._post()
                 num_prompt_rows = self._prefill()
-                self._prepare_lookups(num_prompt_rows)
+                self._prepare_lookups()
                 # All of that overlaps with the step in flight, whose tokens look-ups need.
                 is_ending = not (self._read_for_lookups() and self._launch(asked, num_prompt_rows))
             if not step.num_in_flight:
@@ -274,18 +274,16 @@ class OverlappedRun:  # large: the phases of one loop share its state
         with self._lifecycle.counters.phase("prefill"):
             return self._prepare_prompts()
 
-    def _prepare_lookups(self, num_prompt_rows: int) -> None:
+    def _prepare_lookups(self) -> None:
         """Do what look-ups can do before the tokens of the step in flight are known."""
         with self._lifecycle.counters.phase("lookup"):
             seated = [seat.sequence for seat in self._step.seating.seats if seat is not None]
-            self._lookups.prepare(seated, self._joining, self._scheduler.prefill.seconds(num_prompt_rows))
+            self._lookups.prepare(seated, self._joining)
 
     def _read_for_lookups(self) -> bool:
         """Read the step in flight if look-ups wait for it. Return False if it had to go on without its trees."""
         if not self._lookups.are_due or not self._step.num_in_flight:
             return True
-        # While the host looks up, the GPU has nothing else to do.
-        self._step.launch_prompts()
         is_sound = self._read()
         self._free_seats()
         return is_sound
@@ -513,10 +511,9 @@ class OverlappedRun:  # large: the phases of one loop share its state
             )
 
     def _late_s(self, facts: _Facts) -> float:
-        """Return the seconds for which the GPU had no work before a step: neither drafts nor prompts."""
+        """Return the seconds for which the GPU had no work before a step, not even drafts."""
         assert self._drafting.controller is not None
-        draft_s = self._drafting.controller.controller.draft_s(facts.shape, facts.num_seats)
-        return max(facts.gap_s - max(draft_s, self._scheduler.prefill.seconds(facts.num_prompt_rows)), 0.0)
+        return max(facts.gap_s - self._drafting.controller.controller.draft_s(facts.shape, facts.num_seats), 0.0)
 
     def _free_seats(self) -> None:
         """Free the seats of sequences that have ended, and forget those that wait for one."""

@@ -250,7 +250,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
 
     @torch.inference_mode()
     def launch_prompts(self) -> None:
-        """Launch a pass over the prompts of ``prefill`` alone, if they wait for the next step's."""
+        """Launch a pass over the prompts of ``prefill`` alone, before the next step."""
         prompts, self._waiting = self._waiting, None
         if prompts is not None:
             self._runner.forward(prompts.batch, self._features)

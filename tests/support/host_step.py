@@ -69,8 +69,6 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         self.num_runs = 0
         # Sizes of the prefill passes, and the seats of each step.
         self.prefills: list[int] = []
-        # Prefill passes that did not wait for the step.
-        self.num_alone = 0
         self.num_seated: list[int] = []
         self.num_bound = 0
         # Trees of each step that came from the host.
@@ -151,9 +149,6 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         self.prefills.append(batch.num_rows)
         self._waiting = WaitingPrompts(batch, parts, self.memory.layout.prompt_rows * (self.number % 2))
         return self._waiting.hidden_row
-
-    def launch_prompts(self) -> None:
-        self.num_alone += self._run_prompts()
 
     def _run_prompts(self) -> bool:
         """Compute prompts that wait. Return whether there were any."""

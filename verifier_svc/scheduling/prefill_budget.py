@@ -62,10 +62,6 @@ class PrefillBudget:
             return self.most_tokens
         return max(_round_down(int(room_s / token_s)), self.least_tokens)
 
-    def seconds(self, num_tokens: int) -> float:
-        """Return what a pass over ``num_tokens`` prompt tokens should take; 0 where none was timed."""
-        return self.factor * self._token_s * max(num_tokens, self._bound_tokens) if num_tokens else 0.0
-
     def observe(self, num_tokens: int, seconds: float, step_s: float, *, has_joined: bool = False) -> None:
         """Learn from a step that took ``seconds`` with prompts, and should take ``step_s`` without.
 

@@ -65,13 +65,12 @@ class Lookups:
         most = sequence.speculation.max_draft_tokens
         return self._bounds.max_nodes if most is None else min(self._bounds.max_nodes, 1 + most)
 
-    def prepare(self, seated: Items[Sequence], joining: Items[Sequence], prompt_s: float = 0.0) -> None:
+    def prepare(self, seated: Items[Sequence], joining: Items[Sequence]) -> None:
         """Do what needs no tokens of the step in flight: send prompts, scout, and plan the look-ups of the next step.
 
         Args:
             seated: the sequences with seats.
             joining: those that wait for one.
-            prompt_s: seconds that the GPU computes prompts before the next step.
         """
         if not self._is_on:
             return
@@ -82,7 +81,7 @@ class Lookups:
         asking = [sequence for sequence in decoding if self._round.asks(sequence)]
         plans = self._round.plan([s for s in asking if not self._round.gate(s).pauses()], self._batch)
         self._plans = [plan for plan in plans if plan.awaited]
-        if not self._pay(self._plans, prompt_s):
+        if not self._pay(self._plans):
             self._plans = []
         planned = {plan.sequence for plan in self._plans}
         scouts = [plan._replace(awaited=False) for plan in plans if plan.sequence not in planned]
@@ -90,16 +89,12 @@ class Lookups:
         prompts = [sequence for sequence in joining if not sequence.is_decoding]
         self._round.send(scouts, prompts, [s for s in asking if s not in known], least=SEND_BEHIND)
 
-    def _pay(self, plans: list[DraftPlan], prompt_s: float) -> bool:
-        """Return whether look-ups promise more than a late launch costs.
-
-        The GPU has other work before the next step: a model's drafts, and beside them ``prompt_s`` of prompts. A launch
-        costs what it is later than these.
-        """
+    def _pay(self, plans: list[DraftPlan]) -> bool:
+        """Return whether look-ups promise more than a late launch costs: what it is later than a model's drafts."""
         if not plans:
             return False
         self._num_without += 1
-        late_s = self._gaps.seconds(self._batch) - max(self._drafting.draft_s(self._batch), prompt_s)
+        late_s = self._gaps.seconds(self._batch) - self._drafting.draft_s(self._batch)
         pays = any(plan.bounds.is_fixed for plan in plans) or self._gain_s(plans) >= late_s
         if not pays and self._num_without < self._try_after:
             return False
