@@ -249,8 +249,7 @@ TIMELINES: dict[str, dict[str, Sequence[Span]]] = {
         ),
         "target": (
             Span(0, 4.2, "step n: all nodes, sample, walk", BLUE),
-            Span(4.2, 5.2, "prompts", GREY),
-            Span(5.4, 9.4, "step n+1", BLUE),
+            Span(5.4, 9.4, "step n+1, with prompts", BLUE),
             Span(10.6, 12, "step n+2", BLUE),
         ),
         "drafter": (
