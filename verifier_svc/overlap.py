@@ -162,7 +162,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
             if not is_ending and self._has_work():
                 asked = self._post()
                 num_prompt_rows = self._prefill()
-                self._prepare_lookups()
+                self._prepare_lookups(num_prompt_rows)
                 # All of that overlaps with the step in flight, whose tokens look-ups need.
                 is_ending = not (self._read_for_lookups() and self._launch(asked, num_prompt_rows))
             if not step.num_in_flight:
@@ -274,11 +274,11 @@ class OverlappedRun:  # large: the phases of one loop share its state
         with self._lifecycle.counters.phase("prefill"):
             return self._prepare_prompts()
 
-    def _prepare_lookups(self) -> None:
+    def _prepare_lookups(self, num_prompt_rows: int) -> None:
         """Do what look-ups can do before the tokens of the step in flight are known."""
         with self._lifecycle.counters.phase("lookup"):
             seated = [seat.sequence for seat in self._step.seating.seats if seat is not None]
-            self._lookups.prepare(seated, self._joining)
+            self._lookups.prepare(seated, self._joining, has_prompts=num_prompt_rows > 0)
 
     def _read_for_lookups(self) -> bool:
         """Read the step in flight if look-ups wait for it. Return False if it had to go on without its trees."""

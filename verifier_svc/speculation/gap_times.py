@@ -10,6 +10,21 @@ FIRST_GAP_S = 5e-4
 GAP_SMOOTHING, MOST_GAP_RATIO = 0.05, 4.0
 
 
+class StepGaps:
+    """The gaps before steps with prompts, which take the host longer to launch, and before all others."""
+
+    def __init__(self) -> None:
+        self._gaps = {False: GapTimes(), True: GapTimes()}
+
+    def seconds(self, batch: int, *, has_prompts: bool) -> float:
+        """As GapTimes.seconds."""
+        return self._gaps[has_prompts].seconds(batch)
+
+    def observe(self, batch: int, seconds: float, *, has_prompts: bool) -> None:
+        """As GapTimes.observe."""
+        self._gaps[has_prompts].observe(batch, seconds)
+
+
 class GapTimes:
     """Seconds between a step's end and the launch of the next one, by the sequences in a batch."""
 

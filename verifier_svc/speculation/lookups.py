@@ -11,7 +11,7 @@ from verifier_svc.scheduling.resident_seat import Seat
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.costs import DraftCosts, StepBase
 from verifier_svc.speculation.draft_round import SEND_BEHIND, LookupRound
-from verifier_svc.speculation.gap_times import GapTimes
+from verifier_svc.speculation.gap_times import StepGaps
 from verifier_svc.speculation.plan import DraftPlan
 from verifier_svc.speculation.resident_drafting import ResidentDrafting
 
@@ -36,7 +36,7 @@ class Lookups:
         self,
         lookup_round: LookupRound,
         costs: DraftCosts,
-        gaps: GapTimes,
+        gaps: StepGaps,
         bounds: TreeBounds,
         drafting: ResidentDrafting,
         found: Mapping[Sequence, Draft],
@@ -50,7 +50,7 @@ class Lookups:
         self._waiting = dict(found) if is_on else {}
         # What rows ask before the next step.
         self._plans: list[DraftPlan] = []
-        self._batch = 1
+        self._batch, self._has_prompts = 1, False
         self._num_without, self._try_after = 0, TRY_EVERY
 
     @property
@@ -65,17 +65,18 @@ class Lookups:
         most = sequence.speculation.max_draft_tokens
         return self._bounds.max_nodes if most is None else min(self._bounds.max_nodes, 1 + most)
 
-    def prepare(self, seated: Items[Sequence], joining: Items[Sequence]) -> None:
+    def prepare(self, seated: Items[Sequence], joining: Items[Sequence], *, has_prompts: bool = False) -> None:
         """Do what needs no tokens of the step in flight: send prompts, scout, and plan the look-ups of the next step.
 
         Args:
             seated: the sequences with seats.
             joining: those that wait for one.
+            has_prompts: whether the next step computes prompts.
         """
         if not self._is_on:
             return
         self._round.read_scouts()
-        self._batch = max(len(seated), 1)
+        self._batch, self._has_prompts = max(len(seated), 1), has_prompts
         # The first step of a sequence with a seat is in flight, so it decodes once that is read.
         decoding = [*seated, *(s for s in joining if s.is_decoding)]
         asking = [sequence for sequence in decoding if self._round.asks(sequence)]
@@ -94,13 +95,16 @@ class Lookups:
         if not plans:
             return False
         self._num_without += 1
-        late_s = self._gaps.seconds(self._batch) - self._drafting.draft_s(self._batch)
+        late_s = self._gap_s(self._batch) - self._drafting.draft_s(self._batch)
         pays = any(plan.bounds.is_fixed for plan in plans) or self._gain_s(plans) >= late_s
         if not pays and self._num_without < self._try_after:
             return False
         self._num_without = 0
         self._try_after = TRY_EVERY if pays else min(2 * self._try_after, RAREST_TRY)
         return True
+
+    def _gap_s(self, batch: int) -> float:
+        return self._gaps.seconds(batch, has_prompts=self._has_prompts)
 
     def _gain_s(self, plans: list[DraftPlan]) -> float:
         """Return the seconds in which the batch would make the tokens that look-ups promise beyond the model's."""
@@ -137,7 +141,7 @@ class Lookups:
 
     def observe_gap(self, seconds: float) -> None:
         """Learn how long after the end of the last step the next one was launched."""
-        self._gaps.observe(self._batch, seconds)
+        self._gaps.observe(self._batch, seconds, has_prompts=self._has_prompts)
 
     def end(self, num_steps: int, decoding: Items[Sequence]) -> None:
         """End the run after ``num_steps`` steps, after which ``decoding`` still run."""
@@ -163,7 +167,7 @@ class Lookups:
             tokens[index] = sum(sorted(draft.path_chances(), reverse=True)[: free[-1]])
         if not drafts or all(count >= draft.tree.num_nodes for count, draft in zip(free, drafts.values(), strict=True)):
             return drafts
-        base = StepBase(num_rows, sum(tokens.values()), drafting.draft_s(len(taken)) or self._gaps.seconds(len(taken)))
+        base = StepBase(num_rows, sum(tokens.values()), drafting.draft_s(len(taken)) or self._gap_s(len(taken)))
         counts = self._costs.best_counts(list(drafts.values()), base, free)
         best = {index: draft.best(count) for (index, draft), count in zip(drafts.items(), counts, strict=True)}
         return {index: draft for index, draft in best.items() if draft.tree.num_nodes > 1}

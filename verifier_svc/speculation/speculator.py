@@ -25,7 +25,7 @@ from verifier_svc.speculation.controllers import DrafterControllers
 from verifier_svc.speculation.costs import DraftCosts, StepCosts
 from verifier_svc.speculation.draft_round import Found, LookupRound, ModelRound
 from verifier_svc.speculation.fallbacks import Fallbacks
-from verifier_svc.speculation.gap_times import GapTimes
+from verifier_svc.speculation.gap_times import StepGaps
 from verifier_svc.speculation.lookups import Lookups
 from verifier_svc.speculation.next_trees import NextTrees
 from verifier_svc.speculation.overlap_policy import OverlapPolicy
@@ -73,7 +73,7 @@ class Speculator:
         shared = (self._routing, self.rows, self.hidden_states, self.costs, bounds)
         self.lookup_round, self.model_round = LookupRound(*shared), ModelRound(*shared)
         self.bounds = bounds
-        self._gaps = GapTimes()
+        self._gaps = StepGaps()
         # What look-up drafters have for the next step.
         self._found: Found = {}
         # Rows that the next steps will have.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ from tests.support.scripted_drafter import Nodes, ScriptedDrafter
 from verifier_svc import overlap
 from verifier_svc.drafters import sent_tokens
 from verifier_svc.drafters.request import NO_DRAFT, Shape
-from verifier_svc.speculation.gap_times import FIRST_GAP_S, GapTimes
+from verifier_svc.speculation.gap_times import FIRST_GAP_S, GapTimes, StepGaps
 from verifier_svc.speculation.gate import LONGEST_PAUSE
 from verifier_svc.speculation.lookups import RAREST_TRY, TRY_EVERY
 
@@ -82,7 +83,13 @@ class Play:
     """Requests that run with a look-up drafter that knows some places, beside a model or alone."""
 
     def __init__(
-        self, requests: Sequence[Request], known: Container[int], *, with_model: bool = True, num_steps: int = 3
+        self,
+        requests: Sequence[Request],
+        known: Container[int],
+        *,
+        with_model: bool = True,
+        num_steps: int = 3,
+        **options: Any,
     ) -> None:
         self.expected = plain(requests)
         texts = [(list(r.prompt), e.token_ids) for r, e in zip(requests, self.expected, strict=True)]
@@ -90,7 +97,7 @@ class Play:
         self.source = TestSource("quick", self.lookup, INFO)
         oracles = [oracle_of(requests, self.expected)] if with_model else []
         self.oracle = oracles[0] if oracles else None
-        self.runs = Runs([*oracles, self.source], num_steps=num_steps)  # type: ignore[list-item]
+        self.runs = Runs([*oracles, self.source], num_steps=num_steps, **options)  # type: ignore[list-item]
         self._requests = requests
 
     def run(self) -> list[Result]:
@@ -280,6 +287,47 @@ def test_the_gap_of_a_batch_is_that_of_the_nearest_one_measured() -> None:
         gaps.observe(200, 2e-2)
     assert gaps.seconds(1) == gaps.seconds(2) == pytest.approx(1e-3, rel=0.01)
     assert gaps.seconds(130) == gaps.seconds(256) == pytest.approx(2e-2, rel=0.01)
+
+
+def test_the_gap_before_a_step_with_prompts_is_its_own() -> None:
+    gaps = StepGaps()
+    for _ in range(200):
+        gaps.observe(8, 1e-3, has_prompts=False)
+        gaps.observe(8, 3e-3, has_prompts=True)
+    assert gaps.seconds(8, has_prompts=False) == pytest.approx(1e-3, rel=0.01)
+    assert gaps.seconds(8, has_prompts=True) == pytest.approx(3e-3, rel=0.01)
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+def test_look_ups_beside_prompts_are_worth_the_gap_before_such_steps(
+    monkeypatch: pytest.MonkeyPatch, with_model: bool
+) -> None:
+    """A second prompt comes in many pieces while look-ups would help the first sequence in every step."""
+    monkeypatch.setattr(StepGaps, "seconds", lambda self, batch, *, has_prompts: 1e9 if has_prompts else 0.0)
+    requests = [request(), replace(request(seed=2), prompt=prompt(2, 120))]
+    play = Play(requests, range(NUM_TOKENS), with_model=with_model, num_steps=0, chunk_tokens=10)
+    if with_model:
+        choose(play.runs, lambda step: NO_DRAFT)
+    keys = [play.runs.harness.submit(requests[0])]
+    steps = play.runs.steps
+    # Before each step: prompt passes so far, and how many of the steps before had trees from the host.
+    seen: list[tuple[int, int]] = []
+
+    def look(number: int) -> None:
+        num_late = sum(count > 0 for step in steps for count in step.num_found)
+        seen.append((sum(len(step.prefills) for step in steps), num_late))
+        if number == 40:
+            keys.append(play.runs.harness.submit(requests[1]))
+
+    play.runs.on_launch = look
+    play.runs.harness.drain()
+    results = [play.runs.harness.results[key] for key in keys]
+    assert [result.token_ids for result in results] == [result.token_ids for result in play.expected]
+    late_with_prompts = [
+        later[1] - now[1] for before, now, later in zip(seen, seen[1:], seen[2:], strict=False) if now[0] > before[0]
+    ]
+    assert len(late_with_prompts) > 10 and sum(late_with_prompts) <= 1
+    assert seen[-1][1] > 20
 
 
 @pytest.mark.parametrize("what", ["dies", "returns", "is detached", "abort"])
