@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 _POLL_S = 50e-6
 # Tokens to reserve blocks for in advance, so that block tables change rarely.
 _PAGES_AHEAD = 64
-# Seconds that a step may take longer for each prompt token of its prefill pass.
+# Seconds that a step may take longer for each prompt token that it computes.
 _TOKEN_S = 1e-3
 # Steps of a run whose times say nothing of later ones.
 _UNTIMED_STEPS = 2
@@ -164,7 +164,9 @@ class OverlappedRun:  # large: the phases of one loop share its state
                 num_prompt_rows = self._prefill()
                 self._prepare_lookups(num_prompt_rows)
                 # All of that overlaps with the step in flight, whose tokens look-ups need.
-                is_ending = not (self._read_for_lookups() and self._launch(asked, num_prompt_rows))
+                is_sound = self._read_for_lookups()
+                # Prompts wait for this step, so it is launched whether or not the drafter is there.
+                is_ending = not (self._launch(asked, num_prompt_rows) and is_sound)
             if not step.num_in_flight:
                 break
             if is_ending or step.num_in_flight == MAX_IN_FLIGHT or not self._has_work():

@@ -3,7 +3,8 @@
 A sequence joins with its whole prompt but the last token computed, takes a *seat* (batch row), and
 keeps it to its end. Lengths, last tokens, remaining tokens, trees and results live in device
 memory. A step is three graphs, and the GPU never waits for the host. A sequence that has ended takes
-no part in later steps.
+no part in later steps. Prompts are computed in a step's pass (verifier_svc/joined_prompts.py); then
+its rows are laid out without a graph.
 
 A step in which a seat has token masks is launched in two halves: ``launch`` lays out rows and runs
 the target's pass, ``bind`` sends the masks and launches sampling and what follows.
@@ -58,13 +59,18 @@ _EAGER_STEPS = 8
 class _Part(Enum):
     """The parts of a step, in order; the first or the second lays out the rows.
 
-    Each is a graph: what comes between two of them, in a step with masks, is not.
+    What comes between two of them, in a step with masks, is in no graph.
     """
 
     LAY_OUT = "lay_out"
     SHARE_OUT = "share_out"
     PASS = "pass"
     CONCLUDE = "conclude"
+
+
+def _has_graph(part: _Part, shape: StepShape) -> bool:
+    """Return whether a graph can run a part: beside prompts, the number of rows to lay out differs in each step."""
+    return not shape.pass_rows or part in (_Part.PASS, _Part.CONCLUDE)
 
 
 @dataclass(slots=True)
@@ -140,7 +146,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         # What the rows were divided for last.
         self._needs = SeatNeeds([], 0, 0, False)
         # Prompts that wait for the next step's pass.
-        self._joined = JoinedSizes(runner.sizes, max_seats, memory.layout.nodes)
+        self._joined_sizes = JoinedSizes(runner.sizes, max_seats, memory.layout.nodes)
         self._waiting: WaitingPrompts | None = None
         self._in_flight: deque[_Launched] = deque()
         # The number of the last launched step.
@@ -149,6 +155,11 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def generation(self) -> int:
+        """Return a number that grows when the pass's buffers move, which ends all graphs."""
+        return self._runner.generation
 
     @property
     def max_tokens(self) -> int:
@@ -161,7 +172,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
 
         ``features``: the layers whose hidden states the target captures.
         """
-        assert not self._in_flight
+        assert not self._in_flight and self._waiting is None
         self._features, self.number = features, number
         self.seating.begin(number)
 
@@ -205,7 +216,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             stage = self._stage(rows, seqs, width, 1)
             if self._capture(stage, np.minimum(np.arange(len(stage.rows.row_starts), dtype=np.int32) * width, rows)):
                 yield
-        for size in self._joined.all():
+        for size in self._joined_sizes.all():
             self._features = features
             stage = self._joined_stage(size)
             if self._capture(stage, np.zeros(size.seqs + 1, np.int32)):
@@ -217,25 +228,26 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         assert shape is not None
         self._shape = None
         self.seating.forget_layout()
-        if not self._graphs.lacks((shape, _Part.PASS)):
+        shares = shape.seqs >= SHARED_FROM and shape.max_width > 1
+        parts = [part for part in _Part if part != _Part.SHARE_OUT or shares]
+        missing = [part for part in parts if _has_graph(part, shape) and self._graphs.lacks((shape, part))]
+        if not missing:
             return False
         stage.resident.batch.clear(starts)
         self._fill_walk(stage, starts)
-        for part in _Part:
+        for part in parts:
             launch = self._launch_of(part, stage, shape)
-            if part == _Part.SHARE_OUT and (shape.seqs < SHARED_FROM or shape.max_width == 1):
-                continue
-            if part in (_Part.LAY_OUT, _Part.SHARE_OUT) and shape.pass_rows:
+            if part in missing:
+                self._graphs.capture((shape, part), launch)
+            elif not _has_graph(part, shape):
                 # It only compiles.
                 launch()
-            else:
-                self._graphs.capture((shape, part), launch)
         if not shape.pass_rows:
             self.sizes.add(shape)
         return True
 
     def prefill(self, batch: ForwardBatch, parts: Items[tuple[int, int]]) -> int:
-        """Compute prompt tokens, without logits, in the pass of the next step, or before it if that has no room.
+        """Let the next step's pass compute prompt tokens, without logits, or one before it if that has no room.
 
         Hidden states are copied for the drafter, one part after the other.
         Returns the row of ``memory.prompt_hidden`` where the first one is, after the next step.
@@ -286,13 +298,13 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self.number += 1
         launched = _Launched(self.number, tuple(self.seating.seats), stage, self._shape, found)
         self._in_flight.append(launched)
-        joined, self._waiting = self._waiting, None
+        prompts, self._waiting = self._waiting, None
         if stage is None:
             finish_step(self.seating.state, self._outcome)
             self._complete(launched)
             return False
         is_masked = any(seat is not None and seat.is_masked for seat in self.seating.seats)
-        if not is_masked and joined is None:
+        if not is_masked and prompts is None:
             self.sizes.count_step()
         self._run(_Part.SHARE_OUT if self._needs.are_rows_shared else _Part.LAY_OUT, stage)
         if is_masked:
@@ -300,15 +312,15 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             stage.tokens.fetch()
             stage.parents.fetch()
         self._run(_Part.PASS, stage)
-        if joined is not None:
+        if prompts is not None:
             features = stage.resident.features
-            self._keep_hidden(joined, None if features is None else features[self._needs.num_rows :])
+            self._keep_hidden(prompts, None if features is None else features[self._needs.num_rows :])
             # The next step has none of these rows.
             self.seating.forget_layout()
         if not is_masked:
             self._run(_Part.CONCLUDE, stage)
             self._complete(launched)
-        return joined is not None
+        return prompts is not None
 
     @property
     def is_bound(self) -> bool:
@@ -458,7 +470,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         if self._waiting is not None:
             size = self._joined_size(needs, self._waiting)
             if size is not None:
-                return self._lay_out_seats(needs, size)
+                return self._lay_out_seats(needs, size, self._waiting.batch)
             self.launch_prompts()
         if needs.most_blocks == 0:
             return None
@@ -474,17 +486,21 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         """Return the size of a pass over prompts and the next step, None if no graph holds it or nobody has a seat."""
         if needs.most_blocks == 0:
             return None
-        size = self._joined.of(needs.num_rows, self.seating.last + 1, needs.most_blocks, prompts.batch)
+        size = self._joined_sizes.of(needs.num_rows, self.seating.last + 1, needs.most_blocks, prompts.batch)
         is_captured = size is not None and not self._graphs.lacks((self._joined_shape(size), _Part.PASS))
         return size if is_captured and not self._has_moved() else None
 
     def _has_moved(self) -> bool:
         return self._generation != self._runner.generation
 
-    def _lay_out_seats(self, needs: SeatNeeds, joined: BatchShape | None = None) -> Stage:
+    def _lay_out_seats(
+        self, needs: SeatNeeds, joined_size: BatchShape | None = None, prompts: ForwardBatch | None = None
+    ) -> Stage:
         """Divide the rows anew among the seats. Steps in flight keep their own stages' results.
 
-        ``joined``: the size of the pass if prompts are in it.
+        Args:
+            joined_size: of the pass if it computes prompts.
+            prompts: these prompts.
         """
         seating, num_rows = self.seating, needs.num_rows
         self._needs = needs
@@ -496,18 +512,18 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             seat is not None and seat.width < width for seat, width in zip(seating.seats, widths, strict=False)
         )
         most = self.memory.layout.nodes if is_wide else max(widths)
-        if joined is None:
+        if joined_size is None:
             asked = StepShape(num_rows, last + 1, most, needs.most_blocks, self._features)
             size = self.sizes.choose(asked) or asked
             stage = self._stage(*size[:4])
         else:
-            stage = self._joined_stage(joined)
+            stage = self._joined_stage(joined_size)
         shape = self._shape
         assert shape is not None
         starts = np.full(shape.seqs + 1, num_rows, np.int32)
         # Where rows are shared, a kernel divides them in each step.
         starts[: last + 1] = np.minimum(np.cumsum([0, *widths[:-1]]), num_rows)
-        stage.resident.batch.clear(starts, None if self._waiting is None else self._waiting.batch)
+        stage.resident.batch.clear(starts, prompts)
         if needs.are_rows_shared:
             stage.widths.wait()
             stage.widths.host["widths"][:] = 0
@@ -579,8 +595,8 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         shape = self._shape
         assert shape is not None
         launch = self._launch_of(part, stage, shape)
-        if shape.rows > MAX_USUAL_ROWS or (shape.pass_rows and part in (_Part.LAY_OUT, _Part.SHARE_OUT)):
-            # It keeps the GPU busy for longer than the host takes to launch it, or differs from step to step.
+        if shape.rows > MAX_USUAL_ROWS or not _has_graph(part, shape):
+            # Many rows keep the GPU busy for longer than the host takes to launch them.
             launch()
             return
         key = shape, part

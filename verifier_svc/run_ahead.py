@@ -43,8 +43,8 @@ class RunAhead:
         # The step of each drafter's memory, by drafter number, and the deadlines of its drafts.
         # While attached, step numbers only grow.
         self._drafted: dict[int, tuple[ResidentStep, StepDeadlines]] = {}
-        # The captures that are left to do, by step.
-        self._captures: dict[ResidentStep, Iterator[None]] = {}
+        # The captures that are left to do, by step, for buffers of this generation.
+        self._captures: dict[ResidentStep, tuple[int, Iterator[None]]] = {}
 
     def run(
         self,
@@ -78,9 +78,10 @@ class RunAhead:
                 steps[self._step_for(drafter, attachment)[0]] = attachment.needs.features, shapes
         has_lookups = any(drafter.is_attached and not drafter.has_model for drafter in speculator.drafters)
         for step, (features, shapes) in steps.items():
-            if step not in self._captures:
-                self._captures[step] = step.captures(features, shapes, has_found=has_lookups)
-            if next(self._captures[step], self) is not self:
+            if step not in self._captures or self._captures[step][0] != step.generation:
+                captures = step.captures(features, shapes, has_found=has_lookups)
+                self._captures[step] = step.generation, captures
+            if next(self._captures[step][1], self) is not self:
                 return True
         return False
 

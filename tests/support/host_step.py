@@ -64,6 +64,8 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         self._block_size, self._scratch = block_size, num_blocks * block_size
         self._on_launch, self._is_stuck = on_launch, is_stuck
         self.most_in_flight = 0
+        # Nothing is captured, so nothing moves.
+        self.generation = 0
         self._num_releases = 0
         self.number = 0
         self.num_runs = 0
@@ -86,6 +88,11 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         self._widths: list[int] = []
 
     @property
+    def has_waiting(self) -> bool:
+        """Whether prompts wait for the next step."""
+        return self._waiting is not None
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._unread)
 
@@ -102,7 +109,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         return
 
     def begin(self, features: tuple[int, ...], number: int) -> None:
-        assert not self._unread
+        assert not self._unread and self._waiting is None
         self.number, self._features = number, features
         self.num_runs += 1
         seats = self.memory.layout.seats

@@ -42,7 +42,7 @@ def alike(lengths: list[int], shared: int, max_tokens: int) -> list[Request]:
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_request_joins_a_run_that_goes_on(drafts: bool) -> None:
-    """No step is an ordinary one, the first included; the second prompt is a pass of its own."""
+    """No step is an ordinary one, the first included; each prompt is computed at once."""
     course = Course([greedy(1, 9, 40), greedy(2, 12, 20)], {1: 4}, drafts=drafts)
     course.run()
     assert course.num_runs == 1 and course.runs.num_ordinary == 0

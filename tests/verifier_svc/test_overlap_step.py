@@ -391,6 +391,45 @@ def test_prompts_join_a_step_whose_seats_share_rows(folder: Path, device: str) -
     assert steps.num_joined == 2
 
 
+@pytest.mark.parametrize("is_replayed", [False, True])
+def test_several_prompts_join_a_step_behind_any_number_of_rows(
+    folder: Path, device: str, monkeypatch: pytest.MonkeyPatch, *, is_replayed: bool
+) -> None:
+    """The same graph runs them, wherever the seats' rows end. ``is_replayed``: also without a GPU."""
+    prompts = [[5, 6, 7, 8, 9], [11, 12, 13], [21, 22, 23, 24]]
+    alone = Steps(folder, device)
+    texts = [alone.text(prompt, 4) for prompt in prompts]
+    if is_replayed and device == "cpu":
+        monkeypatch.setattr(overlap_step, "DeviceGraphs", RecordedGraphs)
+    steps = Steps(folder, device, is_joined=True)
+    num_captured = len(RecordedGraphs.captured)
+    first = sequence_of(prompts[0], 0, [0, 1, 2, 3])
+    steps.prefill(first, 4)
+    steps.join(first)
+    assert steps.run()[0] == texts[0][:1]
+    others = [sequence_of(prompts[number], 1, [2 * number + 2, 2 * number + 3]) for number in (1, 2)]
+    for width in (1, 2, 4):
+        steps.step.seating.resize(0, width)
+        parts = [Scheduled(each, 2, 1) for each in others]
+        batch = build_batch(parts, BLOCK, NUM_BLOCKS * BLOCK)
+        for each in others:
+            each.num_computed = 0
+        row = steps.step.prefill(batch.forward, [(0, 2), (2, 2)])
+        assert steps.run()[0] == texts[0][steps.step.number - 1 : steps.step.number]
+        rows = [token for number in (1, 2) for token in prompts[number][:2]]
+        assert torch.equal(steps.memory.prompt_hidden[row : row + 4], steps.runner.weights.embedding[rows])
+    assert steps.num_joined == 4 and len(RecordedGraphs.captured) == num_captured
+    # Their KV entries are there: each goes on as it does alone.
+    steps.leave(0)
+    for number, each in zip((1, 2), others, strict=True):
+        each.num_computed = 2
+        if len(prompts[number]) > 3:
+            steps.prefill(each, 1)
+        index = steps.join(each)
+        assert steps.run()[index] == texts[number][:1]
+        steps.leave(index)
+
+
 def test_prompts_without_room_in_a_step_have_a_pass_of_their_own(folder: Path, device: str) -> None:
     """A pass of 16 rows holds a tree of 4 and 12 tokens of a prompt, but not 13."""
     text = Steps(folder, device).text([5, 6, 7, 8, 9], 2)

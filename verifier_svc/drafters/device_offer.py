@@ -21,7 +21,7 @@ class ResidentOffer(NamedTuple):
         uuid: names that device (foretoken.models.backend.device_uuid).
         tokens: the most tokens that one step commits for one sequence: one more than the levels of a tree.
         hidden_dtype: the element type of the target's hidden states.
-        prompt_rows: rows of hidden states that one prefill pass leaves at most.
+        prompt_rows: rows of hidden states that one step's prompts leave at most.
     """
 
     device: torch.device

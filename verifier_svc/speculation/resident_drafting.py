@@ -226,10 +226,10 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
             self.attachment.final_updates.forget_known()
 
     def send_prompt(self, sequence: Sequence, num_hidden: int) -> bool:
-        """Send the tokens that the last prefill pass computed, and the one after them.
+        """Send the prompt tokens that the next step computes, and the one after them.
 
         Returns whether it sends them with ``num_hidden`` hidden states in device memory, those of
-        the pass's rows of this sequence.
+        the step's rows of this prompt.
         """
         attachment = self.attachment
         if attachment is None or not self.is_for(sequence):

@@ -140,3 +140,16 @@ def test_there_are_few_sizes() -> None:
     sizes = {budget().tokens(tenths / 1e4) for tenths in range(1, 600)} - {budget().least_tokens}
     assert 8 < len(sizes) <= 8 * 3 + 1
     assert all(size % (1 << (size.bit_length() - 4)) == 0 for size in sizes)
+
+
+def test_few_tokens_in_a_steps_own_pass_teach_nothing() -> None:
+    """They take next to no time, or what disturbed the step."""
+    for seconds in (STEP_64, STEP_64 + 0.01):
+        of = budget()
+        for _ in range(20):
+            of.observe(12, seconds, STEP_64, has_joined=True)
+        assert of.factor == 1.0
+    of = budget()
+    for _ in range(20):
+        of.observe(MOST, STEP_64 + 2 * MOST * TOKEN_S, STEP_64, has_joined=True)
+    assert of.factor == pytest.approx(2.0)

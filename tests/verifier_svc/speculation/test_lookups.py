@@ -419,3 +419,33 @@ def test_prompts_are_computed_beside_trees_that_the_host_has_found(with_model: b
     assert [size for step in play.runs.steps for size in step.prefills] == [5, 29]
     (num_found,) = (step.num_found for step in play.runs.steps if step.prefills)
     assert all(num_found[19:25])
+
+
+@pytest.mark.parametrize("what", ["dies", "is late"])
+@pytest.mark.parametrize("at", [10, 17, 24])
+def test_prompts_that_wait_for_a_step_outlive_the_model(what: str, at: int) -> None:
+    """It is lost while the host waits for a step's tokens to look up, and a prompt waits for the next step's pass."""
+    requests = [request("merge"), replace(request("merge", seed=2), prompt=prompt(2, 30))]
+    lost_at: list[int] = []
+
+    def is_stuck(number: int, num_releases: int) -> bool:
+        if not lost_at and play.runs.steps[-1].has_waiting:
+            lost_at.append(number)
+            if what == "dies":
+                assert play.oracle is not None
+                play.oracle.close()
+        return lost_at == [number] and num_releases < 1
+
+    options = {"timeout_s": 0.0} if what == "is late" else {}
+    play = Play(requests, range(NUM_TOKENS), is_stuck=is_stuck, **options)
+    keys = [play.runs.harness.submit(requests[0])]
+
+    def look(number: int) -> None:
+        if number >= at and len(keys) == 1:
+            keys.append(play.runs.harness.submit(requests[1]))
+
+    play.runs.on_launch = look
+    play.runs.harness.drain()
+    results = [play.runs.harness.results[key] for key in keys]
+    assert [result.token_ids for result in results] == [result.token_ids for result in play.expected]
+    assert lost_at

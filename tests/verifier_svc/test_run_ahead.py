@@ -1,0 +1,41 @@
+"""When graphs are captured while nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+from verifier_svc.overlap_step import ResidentStep
+from verifier_svc.run_ahead import RunAhead
+from verifier_svc.speculation.speculator import Speculator
+
+
+class Capturing:
+    """A step that captures what it lacks, and loses all when its buffers move."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self.captured: set[int] = set()
+
+    def captures(self, features: tuple[int, ...], shapes: Any, *, has_found: bool) -> Iterator[None]:
+        for size in range(5):
+            if size not in self.captured:
+                self.captured.add(size)
+                yield
+
+    def move(self) -> None:
+        self.generation += 1
+        self.captured.clear()
+
+
+def test_what_moved_is_captured_again() -> None:
+    """A drafter that comes later may have a program whose buffers are larger."""
+    step = Capturing()
+    ahead = RunAhead(lambda *_: cast(ResidentStep, step), cast(ResidentStep, step), timeout_s=1.0)
+    nobody = cast(Speculator, SimpleNamespace(drafters=[]))
+    assert [ahead.prepare(nobody) for _ in range(7)] == [True] * 5 + [False] * 2
+    step.move()
+    assert [ahead.prepare(nobody) for _ in range(3)] == [True] * 3
+    step.move()
+    assert [ahead.prepare(nobody) for _ in range(7)] == [True] * 5 + [False] * 2
