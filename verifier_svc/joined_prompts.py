@@ -13,11 +13,11 @@ from foretoken.models.device_sizes import PassSizes
 
 # Larger passes are bound by arithmetic: two of them take hardly longer than one.
 _MOST_ROWS = MAX_PROMPT_GRAPH_ROWS
-# Rows with logits. A pass computes that of each, whether the step has so many rows or fewer.
+# Rows with logits: a pass computes logits for that many rows, also where the step has fewer.
 _ROW_COUNTS = (128, 256, 512, 768, 1024)
 # Most prompts.
 _MOST_PROMPTS = 8
-# Most blocks of a sequence: those of the narrowest block tables.
+# Most blocks of a sequence. The narrowest block tables have room for so many.
 _MOST_BLOCKS = table_bucket(1)
 
 

@@ -43,7 +43,7 @@ class StepSeats:
 
     Attributes:
         state: what the kernels keep of each seat, in device memory.
-        widths: the most rows of each seat, as the rows were divided last.
+        divided: what the rows were divided for last.
     """
 
     def __init__(self, max_seats: int, device: torch.device) -> None:
@@ -59,8 +59,7 @@ class StepSeats:
         # be divided anew.
         self._joined: list[int] = []
         self._is_laid_out = False
-        self.widths: list[int] = []
-        self._total_rows = 0
+        self.divided = SeatNeeds([], 0, 0, False)
 
     @property
     def seats(self) -> Items[Seat | None]:
@@ -140,11 +139,11 @@ class StepSeats:
 
     def are_laid_out_for(self, needs: SeatNeeds) -> bool:
         """Return whether the rows are divided as the next step needs them."""
-        return self._is_laid_out and needs.widths == self.widths and needs.num_rows == self._total_rows
+        return self._is_laid_out and needs[:2] == self.divided[:2]
 
     def divide(self, needs: SeatNeeds) -> None:
         """Note how the rows are divided in the next step."""
-        self.widths, self._total_rows = needs.widths, needs.num_rows
+        self.divided = needs
 
     def forget_layout(self) -> None:
         """Divide the rows anew in the next step."""

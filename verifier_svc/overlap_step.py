@@ -143,8 +143,6 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self._generation = -1
         self._features: tuple[int, ...] = ()
         self._shape: StepShape | None = None
-        # What the rows were divided for last.
-        self._needs = SeatNeeds([], 0, 0, False)
         # Prompts that wait for the next step's pass.
         self._joined_sizes = JoinedSizes(runner.sizes, max_seats, memory.layout.nodes)
         self._waiting: WaitingPrompts | None = None
@@ -269,7 +267,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             self._keep_hidden(prompts, self._runner.features)
 
     def _keep_hidden(self, prompts: WaitingPrompts, features: torch.Tensor | None) -> None:
-        """Copy hidden states for the drafter. ``features``: those of the prompts' rows."""
+        """Copy ``features``, the hidden states of the prompts' rows, to the drafter's memory."""
         if not self.memory.layout.hidden_width or features is None:
             return
         at = prompts.hidden_row
@@ -306,7 +304,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         is_masked = any(seat is not None and seat.is_masked for seat in self.seating.seats)
         if not is_masked and prompts is None:
             self.sizes.count_step()
-        self._run(_Part.SHARE_OUT if self._needs.are_rows_shared else _Part.LAY_OUT, stage)
+        self._run(_Part.SHARE_OUT if self.seating.divided.are_rows_shared else _Part.LAY_OUT, stage)
         if is_masked:
             stage.starts.fetch()
             stage.tokens.fetch()
@@ -314,7 +312,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self._run(_Part.PASS, stage)
         if prompts is not None:
             features = stage.resident.features
-            self._keep_hidden(prompts, None if features is None else features[self._needs.num_rows :])
+            self._keep_hidden(prompts, None if features is None else features[self.seating.divided.num_rows :])
             # The next step has none of these rows.
             self.seating.forget_layout()
         if not is_masked:
@@ -448,7 +446,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         """
         device, walk = self.seating.state.slots.device, stage.walk.result
         # No walk emits more tokens than its seat has rows.
-        depth = min(self.max_tokens, max(self.seating.widths[index] for index in launched.logprob_seats))
+        depth = min(self.max_tokens, max(self.seating.divided.widths[index] for index in launched.logprob_seats))
         on_host = torch.tensor(launched.logprob_seats, dtype=torch.int64)
         seats = (on_host.pin_memory() if self._is_cuda else on_host).to(device, non_blocking=True)
         logits = stage.resident.logits
@@ -483,7 +481,10 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         return stage
 
     def _joined_size(self, needs: SeatNeeds, prompts: WaitingPrompts) -> BatchShape | None:
-        """Return the size of a pass over prompts and the next step, None if no graph holds it or nobody has a seat."""
+        """Return the size of a pass over the next step's rows and prompts.
+
+        None: there is no graph for it, or nobody has a seat.
+        """
         if needs.most_blocks == 0:
             return None
         size = self._joined_sizes.of(needs.num_rows, self.seating.last + 1, needs.most_blocks, prompts.batch)
@@ -503,7 +504,6 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             prompts: these prompts.
         """
         seating, num_rows = self.seating, needs.num_rows
-        self._needs = needs
         seating.divide(needs)
         last = seating.last
         widths = needs.widths[: last + 1]
@@ -630,7 +630,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
                 stage.rows.row_starts,
                 stage.walk.asked.device["row_starts"],
                 # Behind the rows that are shared there may be prompts.
-                num_rows=self._needs.num_rows if shape.pass_rows else shape.rows,
+                num_rows=self.seating.divided.num_rows if shape.pass_rows else shape.rows,
                 max_width=shape.max_width,
             )
         lay_out_rows(

@@ -78,10 +78,11 @@ class RunAhead:
                 steps[self._step_for(drafter, attachment)[0]] = attachment.needs.features, shapes
         has_lookups = any(drafter.is_attached and not drafter.has_model for drafter in speculator.drafters)
         for step, (features, shapes) in steps.items():
-            if step not in self._captures or self._captures[step][0] != step.generation:
+            generation, captures = self._captures.get(step, (None, None))
+            if captures is None or generation != step.generation:
                 captures = step.captures(features, shapes, has_found=has_lookups)
                 self._captures[step] = step.generation, captures
-            if next(self._captures[step][1], self) is not self:
+            if next(captures, self) is not self:
                 return True
         return False
 

@@ -14,6 +14,8 @@ from foretoken.models.pinned_buffers import PinnedBuffers
 
 # The KV slot of padding rows: no kernel writes to it.
 NO_SLOT = -1
+# The arrays with a number for each row that a ForwardBatch also has.
+_ROW_ARRAYS = ("token_ids", "positions", "slot_mapping", "context_lens")
 # Prefix of the arrays' names that become PromptArrays.
 _PROMPT = "prompt_"
 
@@ -62,7 +64,7 @@ class PromptArrays(NamedTuple):
 
     Attributes:
         row_starts: [prompts + 1]; as in DeviceArrays, and rows of the same arrays.
-        tree_starts, context_starts: [prompts]; zeros.
+        tree_starts, context_starts: [prompts].
         block_tables: [prompts, max_blocks].
         max_seq_rows: a bound on the rows of one run.
     """
@@ -118,23 +120,14 @@ class DeviceBatch:
             "slot_mapping": ((rows,), torch.int32),
             "context_lens": ((rows,), torch.int32),
             "logit_rows": ((wanted,), torch.int32),
-            "row_starts": ((seqs + 1,), torch.int32),
-            "tree_starts": ((seqs,), torch.int32),
-            "context_starts": ((seqs,), torch.int32),
-            "block_tables": ((seqs, max_blocks), torch.int32),
+            **_run_sizes(seqs, max_blocks),
         }
-        of_prompts = {
-            "row_starts": ((prompts + 1,), torch.int32),
-            "tree_starts": ((prompts,), torch.int32),
-            "context_starts": ((prompts,), torch.int32),
-            "block_tables": ((prompts, max_blocks), torch.int32),
-        }
-        if prompts:
-            sizes |= {_PROMPT + name: size for name, size in of_prompts.items()}
+        of_prompts = _run_sizes(prompts, max_blocks) if prompts else {}
+        sizes |= {_PROMPT + name: size for name, size in of_prompts.items()}
         self.shape = shape
         self._pinned = PinnedBuffers(sizes, device)
         on_device = dict(self._pinned.device)
-        runs = {name: on_device.pop(_PROMPT + name) for name in of_prompts} if prompts else None
+        runs = {name: on_device.pop(_PROMPT + name) for name in of_prompts}
         self.arrays = DeviceArrays(
             **on_device, max_seq_rows=max_seq_rows, prompts=PromptArrays(**runs, max_seq_rows=rows) if runs else None
         )
@@ -155,50 +148,47 @@ class DeviceBatch:
         host["row_starts"][:] = row_starts
         host["block_tables"][:] = 0
         if prompts is not None:
-            self._fill_prompts(prompts, int(row_starts[-1]))
+            self._fill(prompts, runs_of(prompts), int(row_starts[-1]), _PROMPT)
         self._pinned.send()
-
-    def _fill_prompts(self, batch: ForwardBatch, first: int) -> None:
-        """Fill the rows from ``first`` on."""
-        host, runs, end = self._pinned.host, runs_of(batch), first + batch.num_rows
-        host["token_ids"][first:end] = batch.token_ids
-        host["positions"][first:end] = batch.positions
-        host["slot_mapping"][first:end] = batch.slot_mapping
-        host["context_lens"][first:end] = batch.context_lens
-        count, width = len(runs.seqs), batch.block_tables.shape[1]
-        starts, tables = host[_PROMPT + "row_starts"], host[_PROMPT + "block_tables"]
-        starts[: count + 1] = runs.starts + first
-        starts[count + 1 :] = end
-        tables[:] = 0
-        tables[:count, :width] = batch.block_tables[runs.seqs]
 
     def upload(self, batch: ForwardBatch, runs: Runs) -> None:
         """Send a batch, padded to the shape, which it must fit."""
-        rows, seqs, wanted = batch.num_rows, len(runs.seqs), len(batch.logit_rows)
+        rows, wanted = batch.num_rows, len(batch.logit_rows)
         self._pinned.wait()
         host = self._pinned.host
         masks, words = host["masks"], batch.masks.shape[1]
         masks[rows:] = 0
         masks[:rows, words:] = 0
         masks[:rows, :words] = batch.masks.view(np.int64)
-        for name, values, filler in (
-            ("token_ids", batch.token_ids, 0),
-            ("positions", batch.positions, 0),
-            ("slot_mapping", batch.slot_mapping, NO_SLOT),
-            ("context_lens", batch.context_lens, 0),
-        ):
-            host[name][:rows] = values
-            host[name][rows:] = filler
+        for name in _ROW_ARRAYS:
+            host[name][rows:] = NO_SLOT if name == "slot_mapping" else 0
         host["logit_rows"][:wanted], host["logit_rows"][wanted:] = batch.logit_rows, 0
-        starts = host["row_starts"]
-        starts[: seqs + 1] = runs.starts
-        starts[seqs + 1 :] = rows
-        host["tree_starts"][:seqs] = batch.tree_starts[runs.seqs]
-        host["context_starts"][:seqs] = 0 if batch.context_starts is None else batch.context_starts[runs.seqs]
-        tables = host["block_tables"]
+        self._fill(batch, runs, 0, "")
+        self._pinned.send()
+
+    def _fill(self, batch: ForwardBatch, runs: Runs, first: int, prefix: str) -> None:
+        """Fill rows from ``first`` on, without their masks, and the arrays ``prefix``... of their runs."""
+        host, end, seqs = self._pinned.host, first + batch.num_rows, len(runs.seqs)
+        for name in _ROW_ARRAYS:
+            host[name][first:end] = getattr(batch, name)
+        starts, tables = host[prefix + "row_starts"], host[prefix + "block_tables"]
+        starts[: seqs + 1] = runs.starts + first
+        starts[seqs + 1 :] = end
+        host[prefix + "tree_starts"][:seqs] = batch.tree_starts[runs.seqs]
+        contexts = 0 if batch.context_starts is None else batch.context_starts[runs.seqs]
+        host[prefix + "context_starts"][:seqs] = contexts
         width = min(batch.block_tables.shape[1], tables.shape[1])
         tables[:seqs, :width] = batch.block_tables[runs.seqs, :width]
-        self._pinned.send()
+
+
+def _run_sizes(seqs: int, max_blocks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and type of the arrays of ``seqs`` runs."""
+    return {
+        "row_starts": ((seqs + 1,), torch.int32),
+        "tree_starts": ((seqs,), torch.int32),
+        "context_starts": ((seqs,), torch.int32),
+        "block_tables": ((seqs, max_blocks), torch.int32),
+    }
 
 
 # Rows and wanted rows are padded to one of these, then to multiples of _STEP.

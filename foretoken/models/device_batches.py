@@ -94,9 +94,7 @@ class DeviceBatches:
 
         Raises ValueError for more than the largest pass.
         """
-        sizes = self._sizes
-        if rows > sizes.wanted or seqs > sizes.seqs or blocks > sizes.blocks:
-            raise ValueError(f"{rows} rows of {seqs} sequences of {blocks} blocks are more than {sizes}")
+        self._check(BatchShape(rows, rows, seqs, max_seq_rows, blocks))
         return self._of_shape(self._graph_shape(rows, rows, seqs, max_seq_rows, blocks))
 
     def joined_batch(self, shape: BatchShape) -> DeviceBatch:
@@ -104,11 +102,15 @@ class DeviceBatches:
 
         Raises ValueError for more than the largest pass.
         """
+        self._check(shape)
+        return self._of_shape(shape)
+
+    def _check(self, shape: BatchShape) -> None:
+        """Raise ValueError for more than the largest pass."""
         sizes = self._sizes
         is_larger = shape.rows > sizes.rows or shape.wanted > sizes.wanted or shape.seqs > sizes.seqs
         if is_larger or shape.prompts > sizes.seqs or shape.blocks > sizes.blocks:
             raise ValueError(f"a batch of {shape} is more than {sizes}")
-        return self._of_shape(shape)
 
     def _of_shape(self, shape: BatchShape) -> DeviceBatch:
         if shape not in self._batches:

@@ -65,7 +65,7 @@ class Lookups:
         most = sequence.speculation.max_draft_tokens
         return self._bounds.max_nodes if most is None else min(self._bounds.max_nodes, 1 + most)
 
-    def prepare(self, seated: Items[Sequence], joining: Items[Sequence], *, has_prompts: bool = False) -> None:
+    def prepare(self, seated: Items[Sequence], joining: Items[Sequence], *, has_prompts: bool) -> None:
         """Do what needs no tokens of the step in flight: send prompts, scout, and plan the look-ups of the next step.
 
         Args:

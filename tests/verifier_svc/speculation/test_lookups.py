@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -105,6 +105,20 @@ class Play:
         assert [result.token_ids for result in results] == [result.token_ids for result in self.expected]
         self.runs.harness.drain()
         return results
+
+    def run_late(self, at: int, look: Callable[[int], None] = lambda number: None) -> None:
+        """Run two requests, of which the second comes at step ``at``. ``look``: called at the launch of each step."""
+        harness = self.runs.harness
+        keys = [harness.submit(self._requests[0])]
+
+        def on_launch(number: int) -> None:
+            look(number)
+            if number >= at and len(keys) == 1:
+                keys.append(harness.submit(self._requests[1]))
+
+        self.runs.on_launch = on_launch
+        harness.drain()
+        assert [harness.results[key].token_ids for key in keys] == [result.token_ids for result in self.expected]
 
     @property
     def step_trees(self) -> int:
@@ -308,7 +322,6 @@ def test_look_ups_beside_prompts_are_worth_the_gap_before_such_steps(
     play = Play(requests, range(NUM_TOKENS), with_model=with_model, num_steps=0, chunk_tokens=10)
     if with_model:
         choose(play.runs, lambda step: NO_DRAFT)
-    keys = [play.runs.harness.submit(requests[0])]
     steps = play.runs.steps
     # Before each step: prompt passes so far, and how many of the steps before had trees from the host.
     seen: list[tuple[int, int]] = []
@@ -316,13 +329,8 @@ def test_look_ups_beside_prompts_are_worth_the_gap_before_such_steps(
     def look(number: int) -> None:
         num_late = sum(count > 0 for step in steps for count in step.num_found)
         seen.append((sum(len(step.prefills) for step in steps), num_late))
-        if number == 40:
-            keys.append(play.runs.harness.submit(requests[1]))
 
-    play.runs.on_launch = look
-    play.runs.harness.drain()
-    results = [play.runs.harness.results[key] for key in keys]
-    assert [result.token_ids for result in results] == [result.token_ids for result in play.expected]
+    play.run_late(40, look)
     late_with_prompts = [
         later[1] - now[1] for before, now, later in zip(seen, seen[1:], seen[2:], strict=False) if now[0] > before[0]
     ]
@@ -406,16 +414,7 @@ def test_prompts_are_computed_beside_trees_that_the_host_has_found(with_model: b
     """The second request comes while each step of the first one waits for look-ups."""
     requests = [request("quick"), replace(request("quick", seed=2), prompt=prompt(2, 30))]
     play = Play(requests, range(NUM_TOKENS), with_model=with_model)
-    keys = [play.runs.harness.submit(requests[0])]
-
-    def submit_second(number: int) -> None:
-        if number == 20:
-            keys.append(play.runs.harness.submit(requests[1]))
-
-    play.runs.on_launch = submit_second
-    play.runs.harness.drain()
-    results = [play.runs.harness.results[key] for key in keys]
-    assert [result.token_ids for result in results] == [result.token_ids for result in play.expected]
+    play.run_late(20)
     assert [size for step in play.runs.steps for size in step.prefills] == [5, 29]
     (num_found,) = (step.num_found for step in play.runs.steps if step.prefills)
     assert all(num_found[19:25])
@@ -438,14 +437,5 @@ def test_prompts_that_wait_for_a_step_outlive_the_model(what: str, at: int) -> N
 
     options = {"timeout_s": 0.0} if what == "is late" else {}
     play = Play(requests, range(NUM_TOKENS), is_stuck=is_stuck, **options)
-    keys = [play.runs.harness.submit(requests[0])]
-
-    def look(number: int) -> None:
-        if number >= at and len(keys) == 1:
-            keys.append(play.runs.harness.submit(requests[1]))
-
-    play.runs.on_launch = look
-    play.runs.harness.drain()
-    results = [play.runs.harness.results[key] for key in keys]
-    assert [result.token_ids for result in results] == [result.token_ids for result in play.expected]
+    play.run_late(at)
     assert lost_at
