@@ -7,18 +7,17 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from foretoken.models.batch import ForwardBatch
-from foretoken.models.device_batch import BatchShape, runs_of, table_bucket
+from foretoken.models.device_batch import NARROW_BLOCKS, WIDE_BLOCKS, BatchShape, runs_of
 from foretoken.models.device_batches import MAX_PROMPT_GRAPH_ROWS, prompt_bucket
 from foretoken.models.device_sizes import PassSizes
 
 # Larger passes are bound by arithmetic: two of them take hardly longer than one.
 _MOST_ROWS = MAX_PROMPT_GRAPH_ROWS
-# Rows with logits: a pass computes logits for that many rows, also where the step has fewer.
-_ROW_COUNTS = (128, 256, 512, 768, 1024)
 # Most prompts.
 _MOST_PROMPTS = 8
-# Most blocks of a sequence. The narrowest block tables have room for so many.
-_MOST_BLOCKS = table_bucket(1)
+# By the most blocks of a sequence: rows with logits. A pass computes logits for that many rows, also where the step has
+# fewer. Among long sequences there are fewer sizes, because there are rarely many of them.
+_ROW_COUNTS = {NARROW_BLOCKS: (128, 256, 512, 768, 1024), WIDE_BLOCKS: (128, 512)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +54,23 @@ class JoinedSizes:
         Args:
             num_rows, num_seats, num_blocks: of the step.
         """
-        num_blocks = max(num_blocks, prompts.block_tables.shape[1])
-        if num_blocks > min(_MOST_BLOCKS, self.most.blocks) or len(runs_of(prompts).seqs) > self._num_prompts:
-            return None
+        blocks = min(max(num_blocks, prompts.block_tables.shape[1]), self.most.blocks)
+        width = next((width for width in _ROW_COUNTS if blocks <= width), None)
         rows = self._rounded(num_rows + prompts.num_rows)
-        if num_rows + prompts.num_rows > rows:
+        if width is None or len(runs_of(prompts).seqs) > self._num_prompts or num_rows + prompts.num_rows > rows:
             return None
-        sizes = (self._size(rows, count) for count in _ROW_COUNTS)
+        sizes = (self._size(rows, count, width) for count in _ROW_COUNTS[width])
         return next((size for size in sizes if size.wanted >= num_rows and size.seqs >= num_seats), None)
 
-    def all(self) -> Iterator[BatchShape]:
-        """Yield every size that ``of`` may return, the narrowest first."""
+    def all(self, *, is_wide: bool) -> Iterator[BatchShape]:
+        """Yield every size that ``of`` may return; ``is_wide``: those with block tables wider than the narrowest."""
+        width = WIDE_BLOCKS if is_wide else NARROW_BLOCKS
         seen = set()
-        for count in _ROW_COUNTS:
+        for count in _ROW_COUNTS[width]:
             rows = 0
             while rows < self._rounded(_MOST_ROWS):
                 rows = self._rounded(rows + 1)
-                size = self._size(rows, count)
+                size = self._size(rows, count, width)
                 if size not in seen:
                     seen.add(size)
                     yield size
@@ -83,12 +82,12 @@ class JoinedSizes:
     def _num_prompts(self) -> int:
         return min(_MOST_PROMPTS, self.most.seqs)
 
-    def _size(self, rows: int, count: int) -> BatchShape:
+    def _size(self, rows: int, count: int, width: int) -> BatchShape:
         return BatchShape(
             rows,
             min(count, rows, self.most.wanted),
             min(count, self.max_seats, self.most.seqs),
             self.max_width,
-            min(_MOST_BLOCKS, self.most.blocks),
+            min(width, self.most.blocks),
             self._num_prompts,
         )

@@ -57,7 +57,8 @@ class OverlapGraphs:
             return None
         if own not in self._chosen:
             holding = [shape for shape in self._captured if _holds(shape, asked)]
-            self._chosen[own] = min(holding, key=lambda shape: shape[:4], default=None)
+            # Attention is slower with wider block tables.
+            self._chosen[own] = min(holding, key=lambda shape: (shape.blocks, *shape[:3]), default=None)
         chosen = self._chosen[own]
         if chosen is not None:
             num_spare = max(chosen.rows - own.rows, 0)

@@ -16,6 +16,8 @@ _SEAT_COUNTS = (*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 
 MAX_USUAL_ROWS = 1024
 # Rows of a few large trees among many seats.
 _EMPTIED_ROWS = (MOST_LARGE_TREE_ROWS // 4, MOST_LARGE_TREE_ROWS // 2, MOST_LARGE_TREE_ROWS)
+# Rows of steps with long sequences. There are fewer sizes: spare rows matter less where contexts take most of the time.
+_LONG_ROWS = (*range(1, 5), 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, MAX_USUAL_ROWS)
 
 
 class UsualSize(NamedTuple):
@@ -67,6 +69,29 @@ def usual_sizes(max_seats: int, most_nodes: int, shapes: Items[ShapeRows], *, ha
         yield from _sizes_with_found(max_seats, most_nodes)
     else:
         yield from _emptied_sizes(max_seats, shapes)
+
+
+def long_sizes(max_seats: int, most_nodes: int, shapes: Items[ShapeRows], *, has_found: bool) -> Iterator[UsualSize]:
+    """Yield the usual sizes of steps with sequences that need wider block tables than the narrowest.
+
+    Args: as for ``usual_sizes``.
+    """
+    # Attention's tiles are for the widest tree of a step, so small trees and large ones have sizes of their own.
+    few = [shape for shape in shapes if shape.is_for_few]
+    kinds = [(MOST_LARGE_TREE_ROWS, few), (MAX_USUAL_ROWS, [shape for shape in shapes if not shape.is_for_few])]
+    if has_found:
+        kinds.append((MAX_USUAL_ROWS, [ShapeRows(1, most_nodes)]))
+    count = 1
+    while count <= seq_bucket(max_seats):
+        seqs = min(count, max_seats)
+        for limit, kind in kinds:
+            if not kind:
+                continue
+            most = max(shape.most for shape in kind)
+            least, last = max(count // 2 + 1, min(shape.mean for shape in kind)), min(seqs * most, limit)
+            for rows in (*(rows for rows in _LONG_ROWS if least <= rows < last), last):
+                yield UsualSize(rows, seqs, most)
+        count *= 2
 
 
 def _sizes_with_found(max_seats: int, most_nodes: int) -> Iterator[UsualSize]:

@@ -30,7 +30,7 @@ from foretoken_kernels.gpu.shared_rows import share_rows
 from foretoken_kernels.resident_state import NO_NODE, DraftedTrees, StepResults
 
 from foretoken.models.batch import ForwardBatch, blank_batch
-from foretoken.models.device_batch import BatchShape
+from foretoken.models.device_batch import NARROW_BLOCKS, BatchShape
 from foretoken.models.device_batches import MAX_PROMPT_GRAPH_ROWS, PROMPT_SEQS, prompt_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_llama import ResidentPass
@@ -40,7 +40,7 @@ from verifier_svc.joined_prompts import JoinedSizes, WaitingPrompts
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.overlap_graphs import OverlapGraphs
 from verifier_svc.overlap_seats import SeatNeeds, StepSeats
-from verifier_svc.overlap_sizes import MAX_USUAL_ROWS, ShapeRows, usual_sizes
+from verifier_svc.overlap_sizes import MAX_USUAL_ROWS, ShapeRows, long_sizes, usual_sizes
 from verifier_svc.overlap_stage import Stage, StepShape
 from verifier_svc.sampling.allowed_tokens import TreeMasks
 from verifier_svc.sampling.device_logprobs import LogprobNumbers, logprob_numbers
@@ -201,20 +201,28 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             shapes: those in which steps draft.
             has_found: whether some sequences of a step may have trees from the host.
         """
+        for blocks in (1, NARROW_BLOCKS + 1) if self._runner.sizes.blocks > NARROW_BLOCKS else (1,):
+            yield from self._captures(features, shapes, blocks, has_found=has_found)
+
+    def _captures(
+        self, features: tuple[int, ...], shapes: Items[ShapeRows], blocks: int, *, has_found: bool
+    ) -> Iterator[None]:
+        """As ``captures``, for block tables of the width that holds ``blocks`` blocks."""
+        num_seats, is_wide = len(self.seating.seats), blocks > NARROW_BLOCKS
         # Prompts of one sequence, of a few, and of many.
         for seqs in PROMPT_SEQS:
-            rows = prompt_bucket(seqs)
+            rows = prompt_bucket(seqs, is_wide=is_wide)
             while rows <= min(MAX_PROMPT_GRAPH_ROWS, self._runner.sizes.rows):
-                self._runner.forward(blank_batch(rows, min(seqs, len(self.seating.seats))), features)
+                self._runner.forward(blank_batch(rows, min(seqs, num_seats), blocks, self._runner.block_size), features)
                 yield
-                rows = prompt_bucket(rows + 1)
-        usual = usual_sizes(len(self.seating.seats), self.memory.layout.nodes, shapes, has_found=has_found)
-        for rows, seqs, width in usual:
+                rows = prompt_bucket(rows + 1, is_wide=is_wide)
+        sizes_of = long_sizes if is_wide else usual_sizes
+        for rows, seqs, width in sizes_of(num_seats, self.memory.layout.nodes, shapes, has_found=has_found):
             self._features = features
-            stage = self._stage(rows, seqs, width, 1)
+            stage = self._stage(rows, seqs, width, blocks)
             if self._capture(stage, np.minimum(np.arange(len(stage.rows.row_starts), dtype=np.int32) * width, rows)):
                 yield
-        for size in self._joined_sizes.all():
+        for size in self._joined_sizes.all(is_wide=is_wide):
             self._features = features
             stage = self._joined_stage(size)
             if self._capture(stage, np.zeros(size.seqs + 1, np.int32)):

@@ -70,12 +70,14 @@ class RunAhead:
         Called while no sequence runs.
         """
         self._forget_memory(speculator.drafters)
-        steps: dict[ResidentStep, tuple[tuple[int, ...], list[ShapeRows]]] = {self._plain: ((), [ShapeRows(1, 1)])}
+        steps: dict[ResidentStep, tuple[tuple[int, ...], list[ShapeRows]]] = {}
         for drafter in speculator.drafters:
             attachment = drafter.attachment
             if attachment is not None and attachment.has_resident and attachment.has_answered():
                 shapes = rows_of_shapes(speculator.overlap.controllers.of(drafter).controller.shapes)
                 steps[self._step_for(drafter, attachment)[0]] = attachment.needs.features, shapes
+        # Where sequences are drafted for, steps without the drafter are rarer.
+        steps[self._plain] = (), [ShapeRows(1, 1)]
         has_lookups = any(drafter.is_attached and not drafter.has_model for drafter in speculator.drafters)
         for step, (features, shapes) in steps.items():
             generation, captures = self._captures.get(step, (None, None))

@@ -9,14 +9,14 @@ from foretoken_kernels.gpu.matmul_choice import ROW_BUCKETS
 
 from drafter_svc.trees.growth import MAX_BRANCHES
 from foretoken.drafting import TargetInfo
-from foretoken.models.device_batch import seq_bucket
+from foretoken.models.device_batch import NARROW_BLOCKS, WIDE_BLOCKS, seq_bucket
 from foretoken.resident import ResidentLayout
 
 # Blocks of a sequence: its table has the least width, and the next. Attention has the same kernels for
 # all wider tables, so these compile what there is to compile.
-_USUAL_BLOCKS = (1, 128)
+_USUAL_BLOCKS = (1, NARROW_BLOCKS)
 # Blocks of a prompt's table, for the same reason. The widest table may be of any width.
-PROMPT_WIDTHS = (128, 256)
+PROMPT_WIDTHS = (NARROW_BLOCKS, WIDE_BLOCKS)
 
 
 class UsualDraft(NamedTuple):

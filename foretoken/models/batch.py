@@ -76,19 +76,24 @@ def chain_batch(token_ids: Int32, first: int, block_size: int, logit_rows: Int32
     )
 
 
-def blank_batch(rows: int, seqs: int) -> ForwardBatch:
-    """Return a batch that reads and writes no KV entry and wants no logits: it only has a size."""
+def blank_batch(rows: int, seqs: int, blocks: int = 1, block_size: int = 1) -> ForwardBatch:
+    """Return a batch that writes no KV entry and wants no logits: it only has a size.
+
+    ``blocks``: of the last row's sequence, all of them block 0. With one block, nothing is read either.
+    """
     seqs = min(seqs, rows)
     nothing = np.zeros(rows, np.int32)
+    context_lens = nothing.copy()
+    context_lens[-1] = (blocks - 1) * block_size
     return ForwardBatch(
         token_ids=nothing,
         positions=nothing,
         slot_mapping=nothing - 1,
         row_seqs=(np.arange(rows) * seqs // rows).astype(np.int32),
-        context_lens=nothing,
+        context_lens=context_lens,
         masks=np.zeros((rows, 1), np.uint64),
         tree_starts=np.zeros(seqs, np.int32),
-        block_tables=np.zeros((seqs, 1), np.int32),
+        block_tables=np.zeros((seqs, blocks), np.int32),
         logit_rows=np.zeros(0, np.int32),
     )
 

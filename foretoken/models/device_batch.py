@@ -191,9 +191,11 @@ def _run_sizes(seqs: int, max_blocks: int) -> dict[str, tuple[tuple[int, ...], t
     }
 
 
+# Widths of block tables. Attention has faster kernels for the narrow one; wider ones hardly differ.
+NARROW_BLOCKS = 128
+WIDE_BLOCKS = 1024
 # Rows and wanted rows are padded to one of these, then to multiples of _STEP.
 _STEP = 128
-_MIN_BLOCKS = 128
 _BUCKETS: tuple[int, ...] = (
     *range(1, 9),
     *range(10, 17, 2),
@@ -218,7 +220,9 @@ def table_bucket(blocks: int) -> int:
 
     There are few widths, because a growing context goes through all of them.
     """
-    return max(1 << (blocks - 1).bit_length(), _MIN_BLOCKS)
+    if blocks <= NARROW_BLOCKS:
+        return NARROW_BLOCKS
+    return max(1 << (blocks - 1).bit_length(), WIDE_BLOCKS)
 
 
 def seq_bucket(count: int) -> int:

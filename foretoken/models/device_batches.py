@@ -9,6 +9,7 @@ import torch
 
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.device_batch import (
+    NARROW_BLOCKS,
     BatchShape,
     DeviceArrays,
     DeviceBatch,
@@ -27,6 +28,8 @@ MAX_MIXED_GRAPH_ROWS = 128
 # other, and launching the kernels one by one takes longer than a short prompt's pass.
 MAX_PROMPT_GRAPH_ROWS = 2048
 _PROMPT_STEPS = ((512, 32), (1024, 64), (MAX_PROMPT_GRAPH_ROWS, 128))
+# With wide block tables there are fewer sizes, so that all are captured before the first request.
+_WIDE_PROMPT_STEPS = ((64, 64), (MAX_PROMPT_GRAPH_ROWS, 128))
 PROMPT_SEQS = (1, 8, 64)
 
 
@@ -121,7 +124,7 @@ class DeviceBatches:
         """Return the smallest captured size that holds a batch."""
         sizes = self._sizes
         if not wanted:
-            rows = min(prompt_bucket(rows), sizes.rows)
+            rows = min(prompt_bucket(rows, is_wide=blocks > NARROW_BLOCKS), sizes.rows)
             count = next((size for size in PROMPT_SEQS if size >= seqs), sizes.seqs)
             blocks = min(table_bucket(blocks), sizes.blocks)
             return BatchShape(rows, 0, min(count, sizes.seqs), 1 << (rows - 1).bit_length(), blocks)
@@ -143,7 +146,11 @@ class DeviceBatches:
         return self._graphs and (rows <= MAX_MIXED_GRAPH_ROWS or wanted == rows)
 
 
-def prompt_bucket(rows: int) -> int:
-    """Return the smallest captured size of a prompt pass that holds so many rows."""
-    step = next((step for most, step in _PROMPT_STEPS if rows <= most), _PROMPT_STEPS[-1][1])
+def prompt_bucket(rows: int, *, is_wide: bool = False) -> int:
+    """Return the smallest captured size of a prompt pass that holds so many rows.
+
+    ``is_wide``: whether its block tables are wider than the narrowest.
+    """
+    steps = _WIDE_PROMPT_STEPS if is_wide else _PROMPT_STEPS
+    step = next((step for most, step in steps if rows <= most), steps[-1][1])
     return -(-rows // step) * step

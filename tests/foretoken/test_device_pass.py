@@ -12,10 +12,11 @@ import torch
 from foretoken.drafting import FINAL_NORM
 from foretoken.kv_cache import KVCache
 from foretoken.models.backend import CPU, Backend
-from foretoken.models.batch import ForwardBatch
+from foretoken.models.batch import ForwardBatch, blank_batch
 from foretoken.models.config import ModelConfig, load_config
 from foretoken.models.decoder_weights import DecoderWeights, load_decoder_weights
-from foretoken.models.device_batch import bucket, seq_bucket
+from foretoken.models.device_batch import bucket, runs_of, seq_bucket, table_bucket
+from foretoken.models.device_batches import DeviceBatches, prompt_bucket
 from foretoken.models.device_llama import DeviceLlama
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.flashinfer_attention import FlashInferAttention
@@ -222,6 +223,23 @@ def test_buckets_hold_what_they_are_asked_to() -> None:
     sizes = [bucket(count) for count in range(1, 700)]
     assert all(size >= count for count, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
     assert max(size / count for count, size in enumerate(sizes, 1)) <= 1.5
+    widths = [table_bucket(blocks) for blocks in range(1, 5000)]
+    assert all(width >= blocks for blocks, width in enumerate(widths, 1)) and widths == sorted(widths)
+    assert set(widths) == {128, 1024, 2048, 4096, 8192}
+    for is_wide in (False, True):
+        rows = [prompt_bucket(count, is_wide=is_wide) for count in range(1, 2049)]
+        assert all(0 <= size - count < 128 for count, size in enumerate(rows, 1)) and rows == sorted(rows)
+
+
+@pytest.mark.parametrize("blocks", [1, 129])
+def test_a_blank_batch_stands_for_all_of_its_size(blocks: int) -> None:
+    """It has the graph of a batch whose sequences have so many blocks, however wide the table is."""
+    batches = DeviceBatches(PassSizes(64, 64, 4, 2000), BLOCK, torch.device("cpu"), graphs=True)
+    blank = blank_batch(40, 3, blocks, BLOCK)
+    other = replace(blank, context_lens=np.full(40, BLOCK * (blocks - 1), np.int32))
+    other = replace(other, block_tables=np.zeros((3, 1500), np.int32))
+    shapes = {batches.upload(batch, runs_of(batch)).graph_shape for batch in (blank, other)}
+    assert len(shapes) == 1 and {shape.blocks for shape in shapes if shape} == {table_bucket(blocks)}
 
 
 def test_few_numbers_of_sequences_have_graphs_of_their_own(folder: Path, device: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from foretoken.models.device_batch import captured_sizes
 from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.overlap_graphs import OverlapGraphs
-from verifier_svc.overlap_sizes import MAX_USUAL_ROWS, ShapeRows, UsualSize, rows_of_shapes, usual_sizes
+from verifier_svc.overlap_sizes import MAX_USUAL_ROWS, ShapeRows, UsualSize, long_sizes, rows_of_shapes, usual_sizes
 from verifier_svc.overlap_stage import StepShape
 from verifier_svc.speculation.candidate_shapes import (
     MOST_LARGE_TREE_ROWS,
@@ -94,8 +94,14 @@ def test_rows_that_no_graph_of_its_own_could_spare_are_not_counted() -> None:
     assert not graphs.is_due
 
 
-def captured_usual(usual: Iterable[UsualSize]) -> OverlapGraphs:
-    return captured(*(StepShape(*captured_sizes(rows, seqs, width, 1), LAYERS) for rows, seqs, width in usual))
+def test_short_sequences_get_narrow_tables_even_with_more_spare_rows() -> None:
+    graphs = captured(size(12, 16), size(10, 16, blocks=1024))
+    assert graphs.choose(size(10, 16)) == size(12, 16)
+    assert graphs.choose(size(10, 16, blocks=129)) == size(10, 16, blocks=1024)
+
+
+def captured_usual(usual: Iterable[UsualSize], blocks: int = 1) -> OverlapGraphs:
+    return captured(*(StepShape(*captured_sizes(rows, seqs, width, blocks), LAYERS) for rows, seqs, width in usual))
 
 
 @pytest.mark.parametrize("max_seats", [1, 7, 100, 256, 500])
@@ -110,17 +116,29 @@ def test_every_number_of_sequences_has_a_graph_that_holds_it(max_seats: int, mea
 
 
 @pytest.mark.parametrize("max_seats", [1, 7, 100, 256, 500])
+@pytest.mark.parametrize(("mean", "most"), [(1, 1), (5, 5), (4, 6), (7, 7), (32, 32)])
+def test_so_has_every_number_of_long_sequences(max_seats: int, mean: int, most: int) -> None:
+    usual = list(long_sizes(max_seats, most, [ShapeRows(mean, most)], has_found=False))
+    graphs = captured_usual(usual, 129)
+    for count in range(1, max_seats + 1):
+        if count * mean <= MAX_USUAL_ROWS:
+            assert graphs.choose(size(count * mean, count, most, 129)), count
+
+
+@pytest.mark.parametrize("max_seats", [1, 7, 100, 256, 500])
 @pytest.mark.parametrize("has_found", [False, True])
-def test_every_shape_of_a_choice_has_a_graph_however_the_seats_have_emptied(max_seats: int, has_found: bool) -> None:
+@pytest.mark.parametrize(("sizes_of", "blocks"), [(usual_sizes, 1), (long_sizes, 129)])
+def test_every_shape_of_a_choice_has_a_graph_however_the_seats_have_emptied(
+    max_seats: int, has_found: bool, sizes_of: Callable[..., Iterable[UsualSize]], blocks: int
+) -> None:
     shapes = candidate_shapes(TreeBounds(32))
     assert {16, 32} <= {shape.nodes for shape in shapes}
-    usual = list(usual_sizes(max_seats, 32, rows_of_shapes(shapes), has_found=has_found))
-    graphs = captured_usual(usual)
+    graphs = captured_usual(sizes_of(max_seats, 32, rows_of_shapes(shapes), has_found=has_found), blocks)
     for shape in shapes:
         for count in filter(partial(suits, shape), range(1, max_seats + 1)):
             for seats in range(count, max_seats + 1, 7):
                 if is_large_tree(shape) or seats * shape.rows <= MAX_USUAL_ROWS:
-                    asked = size(count * shape.rows, seats, shape.nodes, 1)
+                    asked = size(count * shape.rows, seats, shape.nodes, blocks)
                     assert graphs.choose(asked), (shape, count, seats)
                     # The host may have found a tree of any size for a sequence.
                     asked = asked._replace(rows=min(asked.rows + 31, 32 * seats, MAX_USUAL_ROWS), max_width=32)

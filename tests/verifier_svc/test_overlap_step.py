@@ -52,15 +52,23 @@ class Steps:
     """
 
     def __init__(
-        self, folder: Path, device: str, rows: int = 16, *, is_padded: bool = False, is_joined: bool = False
+        self,
+        folder: Path,
+        device: str,
+        rows: int = 16,
+        *,
+        blocks: int = NUM_BLOCKS,
+        is_padded: bool = False,
+        is_joined: bool = False,
     ) -> None:
         """
         Args:
+            blocks: most of a sequence; the cache has fewer.
             is_padded: run each step in a size that holds all.
             is_joined: compute prompts in the next step's pass.
         """
         backend = Backend("gpu", torch.device(device))
-        sizes = PassSizes(rows, 16, SLOTS, NUM_BLOCKS)
+        sizes = PassSizes(rows, 16, SLOTS, blocks)
         self.runner = DeviceRunner(folder, backend=backend, sizes=sizes, block_size=BLOCK, num_blocks=NUM_BLOCKS)
         walker = DeviceWalker(
             vocab_size=VOCAB,
@@ -428,6 +436,34 @@ def test_several_prompts_join_a_step_behind_any_number_of_rows(
         index = steps.join(each)
         assert steps.run()[index] == texts[number][:1]
         steps.leave(index)
+
+
+def test_long_sequences_and_their_prompts_have_graphs(
+    folder: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step whose sequences outgrow the narrow block tables goes on in another graph, and keeps its prompts."""
+    prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
+    alone = Steps(folder, device)
+    texts = [alone.text(prompt, 5) for prompt in prompts]
+    monkeypatch.setattr(overlap_step, "DeviceGraphs", RecordedGraphs)
+    steps = Steps(folder, device, blocks=200, is_joined=True)
+    num_captured = len(RecordedGraphs.captured)
+    grown, late = (sequence_of(prompt, slot, [4 * slot, 4 * slot + 1]) for slot, prompt in enumerate(prompts))
+    steps.prefill(grown, 4)
+    steps.join(grown)
+    assert steps.run() == {0: texts[0][:1]}
+    # It holds what it would for a longer text.
+    grown.table.block_ids.extend([2, 3, *[0] * 125])
+    assert steps.run() == {0: texts[0][1:2]}
+    steps.prefill(late, 2)
+    assert steps.run() == {0: texts[0][2:3]}
+    steps.join(late)
+    assert steps.run() == {0: texts[0][3:4], 1: texts[1][:1]}
+    steps.leave(0)
+    assert steps.run() == {1: texts[1][1:2]}
+    assert steps.num_joined == 2 and len(RecordedGraphs.captured) == num_captured
+    blocks = [shape.blocks for shape, part in RecordedGraphs.captured]
+    assert {128, 200} == set(blocks)
 
 
 def test_prompts_without_room_in_a_step_have_a_pass_of_their_own(folder: Path, device: str) -> None:
