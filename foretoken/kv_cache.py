@@ -32,6 +32,8 @@ class KVCache:
         self.block_size = block_size
         shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
         self.data = torch.empty(shape, dtype=dtype, device=device)
+        # Passes that only have a size read the first block (foretoken.models.batch.blank_batch).
+        self.data[:, :, :1] = 0
 
     def keys(self, layer: int) -> torch.Tensor:
         """Return a view [num_blocks, block_size, num_kv_heads, head_dim]."""

@@ -111,6 +111,7 @@ def load_target(
         on_device,
         walker,
         max_seats=settings.max_running_requests,
+        max_prompt_rows=settings.chunked_prefill_size,
         simulated=settings.simulate_accept_length,
         graphs=not settings.disable_cuda_graph,
     )

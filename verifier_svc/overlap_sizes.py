@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from foretoken.models.device_batch import bucket, seq_bucket
+from foretoken.models.device_batches import MAX_PROMPT_GRAPH_ROWS, PROMPT_SEQS, prompt_bucket
 from verifier_svc.drafters.request import Shape
 from verifier_svc.speculation.candidate_shapes import MOST_LARGE_TREE_ROWS, SHARED_FROM, is_large_tree
 
@@ -92,6 +93,25 @@ def long_sizes(max_seats: int, most_nodes: int, shapes: Items[ShapeRows], *, has
             for rows in (*(rows for rows in _LONG_ROWS if least <= rows < last), last):
                 yield UsualSize(rows, seqs, most)
         count *= 2
+
+
+def prompt_passes(max_rows: int, max_seats: int, *, is_wide: bool) -> Iterator[tuple[int, int]]:
+    """Yield rows and sequences of the passes over prompts alone.
+
+    A few prompts join the pass of a step, unless nobody decodes: then they usually fill a chunk.
+
+    Args:
+        max_rows: prompt tokens of a step.
+        is_wide: as for ``prompt_bucket``.
+    """
+    max_rows = min(max_rows, MAX_PROMPT_GRAPH_ROWS)
+    *few, many = PROMPT_SEQS
+    for count in few:
+        yield max_rows, min(count, max_seats)
+    rows = 0
+    while rows < max_rows:
+        rows = min(prompt_bucket(max(rows + 1, many), is_wide=is_wide), max_rows)
+        yield rows, min(many, max_seats)
 
 
 def _sizes_with_found(max_seats: int, most_nodes: int) -> Iterator[UsualSize]:

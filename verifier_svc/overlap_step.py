@@ -16,61 +16,31 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from foretoken_kernels.gpu.forced_walk import force_walk
-from foretoken_kernels.gpu.kv_commit import kv_commit
-from foretoken_kernels.gpu.resident_results import advance_seats, finish_step, gather_hidden
-from foretoken_kernels.gpu.resident_rows import lay_out_rows
-from foretoken_kernels.gpu.shared_rows import share_rows
-from foretoken_kernels.resident_state import NO_NODE, DraftedTrees, StepResults
+from foretoken_kernels.resident_state import NO_NODE
 
 from foretoken.models.batch import ForwardBatch, blank_batch
 from foretoken.models.device_batch import NARROW_BLOCKS, BatchShape
-from foretoken.models.device_batches import MAX_PROMPT_GRAPH_ROWS, PROMPT_SEQS, prompt_bucket
-from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_llama import ResidentPass
-from foretoken.models.pinned_buffers import PinnedBuffers
 from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from verifier_svc.joined_prompts import JoinedSizes, WaitingPrompts
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.overlap_graphs import OverlapGraphs
+from verifier_svc.overlap_kernels import OverlapKernels
+from verifier_svc.overlap_parts import StepPart, StepParts
 from verifier_svc.overlap_seats import SeatNeeds, StepSeats
-from verifier_svc.overlap_sizes import MAX_USUAL_ROWS, ShapeRows, long_sizes, usual_sizes
+from verifier_svc.overlap_sizes import ShapeRows, long_sizes, prompt_passes, usual_sizes
 from verifier_svc.overlap_stage import Stage, StepShape
 from verifier_svc.sampling.allowed_tokens import TreeMasks
-from verifier_svc.sampling.device_logprobs import LogprobNumbers, logprob_numbers
-from verifier_svc.sampling.device_masks import SentMasks
+from verifier_svc.sampling.device_logprobs import LogprobNumbers
 from verifier_svc.sampling.device_walker import DeviceWalker, walk_results
 from verifier_svc.sampling.verify import WalkResult, followed
 from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult, SeatTree
-from verifier_svc.speculation.candidate_shapes import SHARED_FROM
-
-# Steps of other sizes before their graph is captured while requests wait. Where a batch shrinks or grows, most sizes
-# pass sooner.
-_EAGER_STEPS = 8
-
-
-class _Part(Enum):
-    """The parts of a step, in order; the first or the second lays out the rows.
-
-    What comes between two of them, in a step with masks, is in no graph.
-    """
-
-    LAY_OUT = "lay_out"
-    SHARE_OUT = "share_out"
-    PASS = "pass"
-    CONCLUDE = "conclude"
-
-
-def _has_graph(part: _Part, shape: StepShape) -> bool:
-    """Return whether a graph can run a part: beside prompts, the number of rows to lay out differs in each step."""
-    return not shape.pass_rows or part in (_Part.PASS, _Part.CONCLUDE)
 
 
 @dataclass(slots=True)
@@ -101,12 +71,11 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
 
     Attributes:
         seating: who has a seat in the next step.
-        sizes: the sizes whose graphs run steps.
-
     Args:
         memory: the memory for results, trees and prompts' hidden states; see ``plain_memory``.
         order: the stream order with the drafter that uses ``memory``.
         max_seats: most seats.
+        max_prompt_rows: most prompt tokens in a step.
         simulated: mean tokens of a step with a tree, for benchmarks only. None: the target decides.
         graphs: whether to capture launches as graphs.
     """
@@ -119,26 +88,18 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         order: StreamOrder,
         *,
         max_seats: int,
+        max_prompt_rows: int,
         simulated: float | None,
         graphs: bool,
     ) -> None:
-        self._runner, self._walker = runner, walker
+        self._runner, self._walker, self._max_prompt_rows = runner, walker, max_prompt_rows
         self.memory, self._order = memory, order
         self._simulated = simulated
-        device = runner.planes.device
-        self._is_cuda = device.type == "cuda"
-        self.seating = StepSeats(max_seats, device)
-        self._owed = torch.zeros(max_seats, dtype=torch.float32, device=device)
-        self._drafted = DraftedTrees(memory.draft_stamp, memory.num_nodes, memory.draft_tokens, memory.draft_parents)
-        nodes = memory.layout.nodes
-        sizes = {"stamp": (1,), "num_nodes": (max_seats,), "tokens": (max_seats, nodes), "parents": (max_seats, nodes)}
-        self._found = PinnedBuffers({name: (size, torch.int32) for name, size in sizes.items()}, device)
-        self._outcome = StepResults(
-            memory.stamp, memory.counts, memory.lengths, memory.num_left, memory.new_tokens, memory.hidden
-        )
+        self._is_cuda = runner.planes.device.type == "cuda"
+        self.seating = StepSeats(max_seats, runner.planes.device)
+        self._kernels = OverlapKernels(runner, walker, memory, self.seating.state, simulated)
         self._stages: dict[StepShape, Stage] = {}
-        self._graphs = DeviceGraphs(graphs and self._is_cuda, eager_uses=_EAGER_STEPS)
-        self.sizes = OverlapGraphs()
+        self._parts = StepParts(graphs=graphs and self._is_cuda)
         # The generation of the pass's buffers that stages and graphs use.
         self._generation = -1
         self._features: tuple[int, ...] = ()
@@ -149,6 +110,11 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self._in_flight: deque[_Launched] = deque()
         # The number of the last launched step.
         self.number = 0
+
+    @property
+    def sizes(self) -> OverlapGraphs:
+        """Return the sizes whose graphs run steps."""
+        return self._parts.sizes
 
     @property
     def num_in_flight(self) -> int:
@@ -187,9 +153,9 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         stage.resident.batch.clear(starts)
         self._fill_walk(stage, starts)
         self.seating.compile()
-        self._lay_out(stage, self._shape, is_shared=False)
-        self._conclude(stage, self._shape.max_width)
-        self._conclude(stage, self._shape.max_width, self._walker.masks.send(self._shape.rows, []))
+        self._kernels.lay_out(stage, self._shape)
+        self._kernels.conclude(stage, self._shape.max_width)
+        self._kernels.conclude(stage, self._shape.max_width, self._walker.masks.send(self._shape.rows, []))
         self.seating.forget_layout()
 
     @torch.inference_mode()
@@ -209,13 +175,9 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
     ) -> Iterator[None]:
         """As ``captures``, for block tables of the width that holds ``blocks`` blocks."""
         num_seats, is_wide = len(self.seating.seats), blocks > NARROW_BLOCKS
-        # Prompts of one sequence, of a few, and of many.
-        for seqs in PROMPT_SEQS:
-            rows = prompt_bucket(seqs, is_wide=is_wide)
-            while rows <= min(MAX_PROMPT_GRAPH_ROWS, self._runner.sizes.rows):
-                self._runner.forward(blank_batch(rows, min(seqs, num_seats), blocks, self._runner.block_size), features)
-                yield
-                rows = prompt_bucket(rows + 1, is_wide=is_wide)
+        for rows, seqs in prompt_passes(self._max_prompt_rows, num_seats, is_wide=is_wide):
+            self._runner.forward(blank_batch(rows, seqs, blocks, self._runner.block_size), features)
+            yield
         sizes_of = long_sizes if is_wide else usual_sizes
         for rows, seqs, width in sizes_of(num_seats, self.memory.layout.nodes, shapes, has_found=has_found):
             self._features = features
@@ -234,22 +196,11 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         assert shape is not None
         self._shape = None
         self.seating.forget_layout()
-        shares = shape.seqs >= SHARED_FROM and shape.max_width > 1
-        parts = [part for part in _Part if part != _Part.SHARE_OUT or shares]
-        missing = [part for part in parts if _has_graph(part, shape) and self._graphs.lacks((shape, part))]
-        if not missing:
+        if not self._parts.missing(shape):
             return False
         stage.resident.batch.clear(starts)
         self._fill_walk(stage, starts)
-        for part in parts:
-            launch = self._launch_of(part, stage, shape)
-            if part in missing:
-                self._graphs.capture((shape, part), launch)
-            elif not _has_graph(part, shape):
-                # It only compiles.
-                launch()
-        if not shape.pass_rows:
-            self.sizes.add(shape)
+        self._parts.capture(shape, {part: self._launch_of(part, stage, shape) for part in StepPart})
         return True
 
     def prefill(self, batch: ForwardBatch, parts: Items[tuple[int, int]]) -> int:
@@ -298,7 +249,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         assert len(self._in_flight) < MAX_IN_FLIGHT and self.is_bound
         stage = self._prepare(found)
         if found:
-            self._send_found(found)
+            self._kernels.send_found(found, self.number)
         if is_drafted:
             self._order.await_draft(self.number)
         self.number += 1
@@ -306,25 +257,25 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self._in_flight.append(launched)
         prompts, self._waiting = self._waiting, None
         if stage is None:
-            finish_step(self.seating.state, self._outcome)
+            self._kernels.finish()
             self._complete(launched)
             return False
         is_masked = any(seat is not None and seat.is_masked for seat in self.seating.seats)
         if not is_masked and prompts is None:
             self.sizes.count_step()
-        self._run(_Part.SHARE_OUT if self.seating.divided.are_rows_shared else _Part.LAY_OUT, stage)
+        self._run(StepPart.SHARE_OUT if self.seating.divided.are_rows_shared else StepPart.LAY_OUT, stage)
         if is_masked:
             stage.starts.fetch()
             stage.tokens.fetch()
             stage.parents.fetch()
-        self._run(_Part.PASS, stage)
+        self._run(StepPart.PASS, stage)
         if prompts is not None:
             features = stage.resident.features
             self._keep_hidden(prompts, None if features is None else features[self.seating.divided.num_rows :])
             # The next step has none of these rows.
             self.seating.forget_layout()
         if not is_masked:
-            self._run(_Part.CONCLUDE, stage)
+            self._run(StepPart.CONCLUDE, stage)
             self._complete(launched)
         return prompts is not None
 
@@ -367,7 +318,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         starts = stage.starts.values()
         sent = self._walker.masks.send(shape.rows, [(int(starts[index]), each) for index, each in masks.items()])
         # A few kernels, launched while the pass runs: a graph would save nothing, and its capture halts every stream.
-        self._conclude(stage, shape.max_width, sent)
+        self._kernels.conclude(stage, shape.max_width, sent)
         self._complete(launched)
 
     def _complete(self, launched: _Launched) -> None:
@@ -448,26 +399,12 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         return walk
 
     def _launch_logprobs(self, stage: Stage, launched: _Launched) -> LogprobNumbers:
-        """Launch the logprobs of the tokens that the seats got, as many as a step can give.
-
-        The next pass overwrites the logits. Which tokens are real is known with the results.
-        """
-        device, walk = self.seating.state.slots.device, stage.walk.result
+        """Launch the logprobs of the tokens that the seats got, as many as a step can give."""
+        wanted = [launched.seats[index] for index in launched.logprob_seats]
         # No walk emits more tokens than its seat has rows.
         depth = min(self.max_tokens, max(self.seating.divided.widths[index] for index in launched.logprob_seats))
-        on_host = torch.tensor(launched.logprob_seats, dtype=torch.int64)
-        seats = (on_host.pin_memory() if self._is_cuda else on_host).to(device, non_blocking=True)
-        logits = stage.resident.logits
-        rows = stage.rows.row_starts[seats, None] + walk.nodes[seats, :depth]
-        tokens = walk.tokens[seats, :depth]
-        wanted = [launched.seats[index] for index in launched.logprob_seats]
-        numbers = logprob_numbers(
-            logits,
-            rows.long().clamp(0, len(logits) - 1).flatten(),
-            tokens.long().clamp(0, logits.shape[1] - 1).flatten(),
-            max(seat.sequence.sampling.logprobs or 0 for seat in wanted if seat is not None),
-        )
-        return numbers.to_host()
+        most = max(seat.sequence.sampling.logprobs or 0 for seat in wanted if seat is not None)
+        return self._kernels.logprobs(stage, launched.logprob_seats, depth, most)
 
     def _prepare(self, found: Mapping[int, Draft]) -> Stage | None:
         """Bring the device up to date with seats and block tables; return the next step's stage."""
@@ -496,7 +433,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         if needs.most_blocks == 0:
             return None
         size = self._joined_sizes.of(needs.num_rows, self.seating.last + 1, needs.most_blocks, prompts.batch)
-        is_captured = size is not None and not self._graphs.lacks((self._joined_shape(size), _Part.PASS))
+        is_captured = size is not None and self._parts.has_pass(self._joined_shape(size))
         return size if is_captured and not self._has_moved() else None
 
     def _has_moved(self) -> bool:
@@ -560,8 +497,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         """Return the stage of a shape, which becomes that of the next step."""
         if resident.generation != self._generation:
             self._stages.clear()
-            self._graphs.clear()
-            self.sizes.clear()
+            self._parts.clear()
             self._generation = resident.generation
         stage = self._stages.get(shape)
         if stage is None:
@@ -585,94 +521,23 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         host["max_new"][:] = 1
         asked.send()
 
-    def _send_found(self, found: Mapping[int, Draft]) -> None:
-        """Send trees for the next step."""
-        self._found.wait()
-        host = self._found.host
-        host["stamp"][0] = self.number
-        host["num_nodes"][:] = 0
-        for index, draft in found.items():
-            num_nodes = draft.tree.num_nodes
-            host["num_nodes"][index] = num_nodes
-            host["tokens"][index, :num_nodes] = draft.tree.tokens
-            host["parents"][index, :num_nodes] = draft.tree.parents
-        self._found.send()
-
-    def _run(self, part: _Part, stage: Stage) -> None:
-        """Launch a part of a step, by a graph if that pays."""
+    def _run(self, part: StepPart, stage: Stage) -> None:
         shape = self._shape
         assert shape is not None
-        launch = self._launch_of(part, stage, shape)
-        if shape.rows > MAX_USUAL_ROWS or not _has_graph(part, shape):
-            # Many rows keep the GPU busy for longer than the host takes to launch them.
-            launch()
-            return
-        key = shape, part
-        if shape.pass_rows:
-            self._graphs.run(key, launch)
-            return
-        if self.sizes.is_due and self._graphs.lacks(key):
-            self._graphs.capture(key, launch)
-        else:
-            self._graphs.run(key, launch)
-        if part == _Part.PASS and self._graphs.enabled and not self._graphs.lacks(key):
-            self.sizes.add(shape)
+        self._parts.run(shape, part, self._launch_of(part, stage, shape))
 
-    def _launch_of(self, part: _Part, stage: Stage, shape: StepShape) -> Callable[[], None]:
+    def _launch_of(self, part: StepPart, stage: Stage, shape: StepShape) -> Callable[[], None]:
         """Return what launches the kernels of a part; a graph captures this."""
-        if part == _Part.PASS:
+        kernels = self._kernels
+        if part == StepPart.LAY_OUT:
+            return partial(kernels.lay_out, stage, shape)
+        if part == StepPart.SHARE_OUT:
+            # Behind the rows that are shared there may be prompts.
+            num_rows = self.seating.divided.num_rows if shape.pass_rows else shape.rows
+            return partial(kernels.share_out, stage, shape, num_rows)
+        if part == StepPart.PASS:
             return stage.resident.launch
-        if part == _Part.CONCLUDE:
-            return partial(self._conclude, stage, shape.max_width)
-        return partial(self._lay_out, stage, shape, is_shared=part == _Part.SHARE_OUT)
-
-    def _lay_out(self, stage: Stage, shape: StepShape, *, is_shared: bool) -> None:
-        found = DraftedTrees(**self._found.device)
-        if is_shared:
-            share_rows(
-                self.seating.state,
-                self._drafted,
-                found,
-                self.memory.draft_scores,
-                stage.widths.device["widths"],
-                stage.rows.row_starts,
-                stage.walk.asked.device["row_starts"],
-                # Behind the rows that are shared there may be prompts.
-                num_rows=self.seating.divided.num_rows if shape.pass_rows else shape.rows,
-                max_width=shape.max_width,
-            )
-        lay_out_rows(
-            self.seating.state,
-            self._drafted,
-            found,
-            stage.resident.batch.arrays.block_tables,
-            stage.rows,
-            block_size=self._runner.block_size,
-            num_slots=self._runner.num_blocks * self._runner.block_size,
-            vocab_size=self._runner.config.vocab_size,
-            max_width=shape.max_width,
-            max_depth=self.max_tokens - 1,
-        )
-
-    def _conclude(self, stage: Stage, max_width: int, masks: SentMasks | None = None) -> None:
-        """Launch the kernels that follow the pass."""
-        walk = stage.walk.result
-        self._walker.sample_and_walk(stage.walk, stage.resident.logits, masks)
-        if self._simulated is not None:
-            force_walk(stage.rows, walk, self._owed, self._simulated, max_width)
-        advance_seats(self.seating.state, stage.rows, walk, self._outcome)
-        if max_width > 1:
-            kv_commit(
-                self._runner.planes,
-                walk.accepted,
-                walk.num_accepted,
-                stage.rows.tree_starts,
-                stage.resident.batch.arrays.block_tables,
-                self._runner.block_size,
-            )
-        if stage.resident.features is not None and self.memory.layout.hidden_width:
-            gather_hidden(stage.resident.features, stage.rows, walk, self._outcome)
-        finish_step(self.seating.state, self._outcome)
+        return partial(kernels.conclude, stage, shape.max_width)
 
 
 def plain_memory(max_seats: int, max_nodes: int, device: torch.device) -> ResidentMemory:

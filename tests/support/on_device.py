@@ -70,7 +70,15 @@ def harness(  # noqa: PLR0913 - an engine's settings
         device=backend.device,
         graphs=graphs,
     )
-    make_step = partial(ResidentStep, runner, walker, max_seats=MAX_RUNNING, simulated=simulated, graphs=graphs)
+    make_step = partial(
+        ResidentStep,
+        runner,
+        walker,
+        max_seats=MAX_RUNNING,
+        max_prompt_rows=rows,
+        simulated=simulated,
+        graphs=graphs,
+    )
     plain = make_step(plain_memory(MAX_RUNNING, max_nodes, backend.device), StreamOrder())
     run_ahead = RunAhead(make_step, plain, timeout_s=TIMEOUT_S)
     # In the interpreter there is nothing to compile.

@@ -6,11 +6,23 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import pytest
+import torch
 
-from foretoken.models.device_batch import captured_sizes
+from foretoken.models.batch import blank_batch
+from foretoken.models.device_batch import BatchShape, captured_sizes, runs_of
+from foretoken.models.device_batches import DeviceBatches
+from foretoken.models.device_sizes import PassSizes
 from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.overlap_graphs import OverlapGraphs
-from verifier_svc.overlap_sizes import MAX_USUAL_ROWS, ShapeRows, UsualSize, long_sizes, rows_of_shapes, usual_sizes
+from verifier_svc.overlap_sizes import (
+    MAX_USUAL_ROWS,
+    ShapeRows,
+    UsualSize,
+    long_sizes,
+    prompt_passes,
+    rows_of_shapes,
+    usual_sizes,
+)
 from verifier_svc.overlap_stage import StepShape
 from verifier_svc.speculation.candidate_shapes import (
     MOST_LARGE_TREE_ROWS,
@@ -153,3 +165,19 @@ def test_large_trees_get_no_graphs_for_batches_that_do_not_draft_them() -> None:
     (fixed,) = candidate_shapes(TreeBounds(32, 5))
     usual = usual_sizes(256, 32, rows_of_shapes([fixed]), has_found=False)
     assert max(size.rows for size in usual) == MAX_USUAL_ROWS
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("max_rows", [8, 100, 512, 2048, 8192])
+def test_prompts_that_join_no_step_have_graphs(max_rows: int, is_wide: bool) -> None:
+    """Full chunks of a few prompts, and many prompts of any size."""
+    most, blocks = min(max_rows, 2048), 129 if is_wide else 1
+    batches = DeviceBatches(PassSizes(9000, 9000, 256, 4096), 16, torch.device("cpu"), graphs=True)
+
+    def graph(rows: int, seqs: int) -> BatchShape | None:
+        batch = blank_batch(rows, seqs, blocks, 16)
+        return batches.upload(batch, runs_of(batch)).graph_shape
+
+    captured = {graph(rows, seqs) for rows, seqs in prompt_passes(max_rows, 256, is_wide=is_wide)}
+    assert {graph(most, 1), graph(most, 8)} <= captured
+    assert {graph(rows, 64) for rows in range(64, most + 1)} <= captured

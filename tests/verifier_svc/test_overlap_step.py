@@ -20,7 +20,7 @@ from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tree import DraftTree
 from tests.support.tiny_checkpoint import save_llama
-from verifier_svc import overlap_step
+from verifier_svc import overlap_parts
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.overlap_sizes import ShapeRows
@@ -82,7 +82,14 @@ class Steps:
         layout = ResidentLayout(SLOTS, 3, NODES, HIDDEN, self.runner.dtype, prompt_rows=8)
         self.memory = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
         self.step = ResidentStep(
-            self.runner, walker, self.memory, StreamOrder(), max_seats=SLOTS, simulated=None, graphs=True
+            self.runner,
+            walker,
+            self.memory,
+            StreamOrder(),
+            max_seats=SLOTS,
+            max_prompt_rows=8,
+            simulated=None,
+            graphs=True,
         )
         self.is_padded, self.is_joined, self.num_joined = is_padded, is_joined, 0
         if is_joined:
@@ -297,7 +304,7 @@ class RecordedGraphs(DeviceGraphs):
 def test_no_step_with_masks_is_captured_while_streams_wait(
     folder: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(overlap_step, "DeviceGraphs", RecordedGraphs)
+    monkeypatch.setattr(overlap_parts, "DeviceGraphs", RecordedGraphs)
     steps = Steps(folder, device, rows=40)
     assert list(steps.step.captures(EMBEDDING, [ShapeRows(1, 1)], has_found=False))
     captured = list(RecordedGraphs.captured)
@@ -408,7 +415,7 @@ def test_several_prompts_join_a_step_behind_any_number_of_rows(
     alone = Steps(folder, device)
     texts = [alone.text(prompt, 4) for prompt in prompts]
     if is_replayed and device == "cpu":
-        monkeypatch.setattr(overlap_step, "DeviceGraphs", RecordedGraphs)
+        monkeypatch.setattr(overlap_parts, "DeviceGraphs", RecordedGraphs)
     steps = Steps(folder, device, is_joined=True)
     num_captured = len(RecordedGraphs.captured)
     first = sequence_of(prompts[0], 0, [0, 1, 2, 3])
@@ -445,7 +452,7 @@ def test_long_sequences_and_their_prompts_have_graphs(
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
     alone = Steps(folder, device)
     texts = [alone.text(prompt, 5) for prompt in prompts]
-    monkeypatch.setattr(overlap_step, "DeviceGraphs", RecordedGraphs)
+    monkeypatch.setattr(overlap_parts, "DeviceGraphs", RecordedGraphs)
     steps = Steps(folder, device, blocks=200, is_joined=True)
     num_captured = len(RecordedGraphs.captured)
     grown, late = (sequence_of(prompt, slot, [4 * slot, 4 * slot + 1]) for slot, prompt in enumerate(prompts))

@@ -28,7 +28,7 @@ _CAPTURED = 4
 # Bytes of the sampler's workspace for one row: the candidates of top-k and top-p.
 _SAMPLER_ROW_BYTES = 33 << 10
 # Bytes for CUDA's context and libraries, and for captured graphs.
-_FIXED_GPU_BYTES = 2 << 30
+_FIXED_GPU_BYTES = 3 << 30
 
 
 class LoadedTarget(TargetRunner, Protocol):

@@ -1,0 +1,95 @@
+"""The parts of an overlapped step, and the graphs that were captured of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+
+from foretoken.models.device_graph import DeviceGraphs
+from verifier_svc.overlap_graphs import OverlapGraphs
+from verifier_svc.overlap_sizes import MAX_USUAL_ROWS
+from verifier_svc.overlap_stage import StepShape
+from verifier_svc.speculation.candidate_shapes import SHARED_FROM
+
+# Steps of other sizes before their graph is captured while requests wait. Where a batch shrinks or grows, most sizes
+# pass sooner.
+_EAGER_STEPS = 8
+
+
+class StepPart(Enum):
+    """The parts of a step, in order; the first or the second lays out the rows.
+
+    What comes between two of them, in a step with masks, is in no graph.
+    """
+
+    LAY_OUT = "lay_out"
+    SHARE_OUT = "share_out"
+    PASS = "pass"
+    CONCLUDE = "conclude"
+
+
+class StepParts:
+    """Run the parts of steps, by a graph if that pays.
+
+    Args:
+        graphs: whether to capture any.
+
+    Attributes:
+        sizes: the sizes whose graphs run steps without prompts.
+    """
+
+    def __init__(self, *, graphs: bool) -> None:
+        self._graphs = DeviceGraphs(graphs, eager_uses=_EAGER_STEPS)
+        self.sizes = OverlapGraphs()
+
+    def clear(self) -> None:
+        """Forget all graphs, because memory that they use has moved."""
+        self._graphs.clear()
+        self.sizes.clear()
+
+    def has_pass(self, shape: StepShape) -> bool:
+        """Return whether a graph runs the pass of this shape, or no pass has one."""
+        return not self._graphs.lacks((shape, StepPart.PASS))
+
+    def missing(self, shape: StepShape) -> list[StepPart]:
+        """Return the parts of this shape that ``capture`` would capture."""
+        return [part for part in _parts(shape) if _has_graph(part, shape) and self._graphs.lacks((shape, part))]
+
+    def capture(self, shape: StepShape, launches: Mapping[StepPart, Callable[[], None]]) -> None:
+        """Capture the missing parts of this shape; launch those that have no graph, which compiles their kernels."""
+        missing = self.missing(shape)
+        for part in _parts(shape):
+            if part in missing:
+                self._graphs.capture((shape, part), launches[part])
+            elif not _has_graph(part, shape):
+                launches[part]()
+        if not shape.pass_rows:
+            self.sizes.add(shape)
+
+    def run(self, shape: StepShape, part: StepPart, launch: Callable[[], None]) -> None:
+        """Launch a part of a step."""
+        if shape.rows > MAX_USUAL_ROWS or not _has_graph(part, shape):
+            # Many rows keep the GPU busy for longer than the host takes to launch them.
+            launch()
+            return
+        key = shape, part
+        if shape.pass_rows:
+            self._graphs.run(key, launch)
+            return
+        if self.sizes.is_due and self._graphs.lacks(key):
+            self._graphs.capture(key, launch)
+        else:
+            self._graphs.run(key, launch)
+        if part == StepPart.PASS and self._graphs.enabled and not self._graphs.lacks(key):
+            self.sizes.add(shape)
+
+
+def _parts(shape: StepShape) -> list[StepPart]:
+    """Return the parts that steps of this shape may have."""
+    shares = shape.seqs >= SHARED_FROM and shape.max_width > 1
+    return [part for part in StepPart if part != StepPart.SHARE_OUT or shares]
+
+
+def _has_graph(part: StepPart, shape: StepShape) -> bool:
+    """Return whether a graph can run a part: beside prompts, the number of rows to lay out differs in each step."""
+    return not shape.pass_rows or part in (StepPart.PASS, StepPart.CONCLUDE)
