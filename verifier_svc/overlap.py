@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -95,6 +95,7 @@ class _Facts(NamedTuple):
         has_joined: whether the prompt rows were in its own pass.
         kind: of its draft.
         gap_s: seconds that the GPU waited for its launch.
+        compared: rows that verify the drafter's tree although a look-up found one, with the tokens expected of it.
     """
 
     shape: Shape
@@ -106,6 +107,7 @@ class _Facts(NamedTuple):
     is_timed: bool
     kind: Hashable
     gap_s: float
+    compared: Mapping[Sequence, float]
 
 
 class OverlappedRun:  # large: the phases of one loop share its state
@@ -334,6 +336,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
                 is_timed,
                 asked.kind,
                 gap_s,
+                self._lookups.take_compared(),
             )
         )
         return True
@@ -477,6 +480,8 @@ class OverlappedRun:  # large: the phases of one loop share its state
                 len(walk.tokens),
                 got_no_row=bool(facts.shape.budget) and found is None and seat.has_stepped,
             )
+            if sequence in facts.compared:
+                self._lookups.observe_model(len(walk.tokens), facts.compared[sequence])
             if found is not None and num_nodes == found.tree.num_nodes:
                 shares = found.shares(walk.matched_nodes)
                 self._speculator.observe(sequence, found, walk.matched_nodes, shares)

@@ -88,6 +88,11 @@ class DraftRound(ABC):
             return None
         return DraftPlan(sequence, drafters, reach, most, not gate.is_scouting, bounds, gate.rate)
 
+    @property
+    def max_nodes(self) -> int:
+        """Return the most nodes of a tree."""
+        return self._bounds.max_nodes
+
     def bounds(self, sequence: Sequence) -> TreeBounds:
         """Return the bounds of a row's trees."""
         return self._rows.of(sequence).bounds

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
-from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.scheduling.draft import Draft, merge
 from verifier_svc.scheduling.resident_seat import Seat
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.costs import DraftCosts, StepBase
 from verifier_svc.speculation.draft_round import SEND_BEHIND, LookupRound
 from verifier_svc.speculation.gap_times import StepGaps
+from verifier_svc.speculation.model_yield import ModelYield
 from verifier_svc.speculation.plan import DraftPlan
 from verifier_svc.speculation.resident_drafting import ResidentDrafting
 
@@ -27,6 +27,7 @@ class Lookups:
     one. Only rows whose look-ups were worth it lately make it wait. The others are scouted while a step runs.
 
     Args:
+        model_yield: what the model's trees yield where a look-up finds something.
         found: trees that were found before the run, by sequence.
         max_depth: most edges from the root of a tree.
         is_on: whether drafts are wanted in this run.
@@ -37,15 +38,18 @@ class Lookups:
         lookup_round: LookupRound,
         costs: DraftCosts,
         gaps: StepGaps,
-        bounds: TreeBounds,
+        model_yield: ModelYield,
         drafting: ResidentDrafting,
         found: Mapping[Sequence, Draft],
         *,
         max_depth: int,
         is_on: bool,
     ) -> None:
-        self._round, self._costs, self._gaps, self._bounds = lookup_round, costs, gaps, bounds
+        self._round, self._costs, self._gaps = lookup_round, costs, gaps
         self._drafting, self._max_depth, self._is_on = drafting, max_depth, is_on
+        self._model_yield = model_yield
+        # Rows that verify the model's tree in the next step although a look-up found one: the tokens expected of it.
+        self._compared: dict[Sequence, float] = {}
         # Trees for the first step of their sequences.
         self._waiting = dict(found) if is_on else {}
         # What rows ask before the next step.
@@ -63,7 +67,7 @@ class Lookups:
         if not self._is_on or not (self._round.asks(sequence) or sequence in self._waiting):
             return 1
         most = sequence.speculation.max_draft_tokens
-        return self._bounds.max_nodes if most is None else min(self._bounds.max_nodes, 1 + most)
+        return self._round.max_nodes if most is None else min(self._round.max_nodes, 1 + most)
 
     def prepare(self, seated: Items[Sequence], joining: Items[Sequence], *, has_prompts: bool) -> None:
         """Do what needs no tokens of the step in flight: send prompts, scout, and plan the look-ups of the next step.
@@ -109,7 +113,7 @@ class Lookups:
     def _gain_s(self, plans: list[DraftPlan]) -> float:
         """Return the seconds in which the batch would make the tokens that look-ups promise beyond the model's."""
         drafting, batch = self._drafting, self._batch
-        extra = sum(max(self._tokens(plan) - drafting.expected_tokens(plan.sequence), 0.0) for plan in plans)
+        extra = sum(max(self._tokens(plan) - self._model_tokens(plan.sequence), 0.0) for plan in plans)
         controller = drafting.controller
         tokens = 1.0 if controller is None else controller.controller.expected_tokens(drafting.shape)
         return extra / (batch * tokens) * drafting.step_s(drafting.shape, batch, self._costs)
@@ -118,6 +122,11 @@ class Lookups:
         """Return how many tokens a step should yield for a row by what was planned."""
         chance = self._round.gate(plan.sequence).acceptance
         return sum(chance**level for level in range(plan.reach + 1))
+
+    def _model_tokens(self, sequence: Sequence) -> float:
+        """Return the tokens that a step with the model's tree should yield where a look-up finds something."""
+        expected = self._drafting.expected_tokens(sequence)
+        return self._model_yield.tokens(expected, 1 + self._drafting.shape_of(sequence).depth)
 
     def find(self, seats: Items[Seat | None]) -> dict[int, Draft]:
         """Look up what was planned, once all steps are read. Return the trees that the next step verifies, by seat."""
@@ -156,6 +165,7 @@ class Lookups:
         taken = [(index, seat) for index, seat in enumerate(seats) if seat is not None]
         tokens = {index: drafting.expected_tokens(seat.sequence) for index, seat in taken}
         drafts = {index: draft for index, draft in drafts.items() if sum(draft.path_chances()) > tokens[index]}
+        drafts = {index: draft for index, draft in drafts.items() if not self._is_left(draft, seats[index])}
         # Nodes that each draft has in any case: those that the step has rows for, and all of a fixed shape.
         free, num_rows = [], sum(seat.width for _, seat in taken)
         for index, draft in drafts.items():
@@ -171,6 +181,30 @@ class Lookups:
         counts = self._costs.best_counts(list(drafts.values()), base, free)
         best = {index: draft.best(count) for (index, draft), count in zip(drafts.items(), counts, strict=True)}
         return {index: draft for index, draft in best.items() if draft.tree.num_nodes > 1}
+
+    def _is_left(self, draft: Draft, seat: Seat | None) -> bool:
+        """Return whether a seat verifies the model's tree although a look-up promises more than that yields elsewhere.
+
+        It does where the model is known to do better on such text, or to learn whether it does.
+        """
+        assert seat is not None
+        sequence, expected = seat.sequence, self._drafting.expected_tokens(seat.sequence)
+        # There is no other tree in the first step, and a fixed shape leaves no choice.
+        if not seat.has_stepped or expected <= 1.0 or self._round.bounds(sequence).is_fixed:
+            return False
+        is_left = self._model_yield.is_compared() or sum(draft.path_chances()) <= self._model_tokens(sequence)
+        if is_left:
+            self._compared[sequence] = expected
+        return is_left
+
+    def take_compared(self) -> dict[Sequence, float]:
+        """Return the rows of the next step whose tokens ``observe_model`` waits for, with the tokens expected."""
+        compared, self._compared = self._compared, {}
+        return compared
+
+    def observe_model(self, num_tokens: int, expected: float) -> None:
+        """Learn what the model's tree has yielded for a row of ``take_compared``."""
+        self._model_yield.observe(num_tokens, expected)
 
 
 def _up_to_date(plan: DraftPlan) -> DraftPlan | None:

@@ -27,6 +27,7 @@ from verifier_svc.speculation.draft_round import Found, LookupRound, ModelRound
 from verifier_svc.speculation.fallbacks import Fallbacks
 from verifier_svc.speculation.gap_times import StepGaps
 from verifier_svc.speculation.lookups import Lookups
+from verifier_svc.speculation.model_yield import ModelYield
 from verifier_svc.speculation.next_trees import NextTrees
 from verifier_svc.speculation.overlap_policy import OverlapPolicy
 from verifier_svc.speculation.plan import DraftPlan
@@ -73,7 +74,7 @@ class Speculator:
         shared = (self._routing, self.rows, self.hidden_states, self.costs, bounds)
         self.lookup_round, self.model_round = LookupRound(*shared), ModelRound(*shared)
         self.bounds = bounds
-        self._gaps = StepGaps()
+        self._gaps, self._model_yield = StepGaps(), ModelYield()
         # What look-up drafters have for the next step.
         self._found: Found = {}
         # Rows that the next steps will have.
@@ -202,7 +203,7 @@ class Speculator:
             self.lookup_round,
             self.costs,
             self._gaps,
-            self.bounds,
+            self._model_yield,
             drafting,
             found,
             max_depth=max_depth,

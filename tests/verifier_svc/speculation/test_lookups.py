@@ -33,6 +33,8 @@ from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.speculation.gap_times import FIRST_GAP_S, GapTimes, StepGaps
 from verifier_svc.speculation.gate import LONGEST_PAUSE
 from verifier_svc.speculation.lookups import RAREST_TRY, TRY_EVERY
+from verifier_svc.speculation.model_yield import FIRST_EVERY, FIRST_ROWS, LATER_EVERY, ModelYield
+from verifier_svc.speculation.resident_drafting import ResidentDrafting
 
 NUM_TOKENS = 300
 MODEL, QUICK = 1, 2
@@ -258,6 +260,41 @@ def test_a_model_hides_a_late_launch_only_while_it_drafts(monkeypatch: pytest.Mo
         assert num_late <= play.runs.num_ahead / TRY_EVERY + 1
     else:
         assert num_late > play.runs.num_ahead / 4
+
+
+def test_the_model_drafts_where_it_does_as_well_as_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all rows it is expected to do worse, because rows with look-ups tell nothing of it: a few are compared."""
+    monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 0.0)
+    monkeypatch.setattr(ResidentDrafting, "expected_tokens", lambda self, sequence: 1.2)
+    play = Play([request(seed=seed) for seed in range(1, 5)], range(NUM_TOKENS), num_steps=0)
+    # The model yields two tokens a step; of what look-ups find, every third token is wrong.
+    choose(play.runs, lambda step: Shape(4, 3, 1))
+    found_tree = play.lookup._tree
+
+    def tree(asked: DraftRequest, row: int, known: list[int]) -> Nodes:
+        nodes = found_tree(asked, row, known)[:2]
+        return [nodes[0], *(((token + (len(known) % 3 == 0)) % VOCAB, parent) for token, parent in nodes[1:])]
+
+    monkeypatch.setattr(play.lookup, "_tree", tree)
+    play.run()
+    assert play.runs.num_ordinary == 0
+    found = [count for step in play.runs.steps for count in step.num_found]
+    middle = len(found) // 2
+    assert sum(found[:middle]) > 10 * sum(found[middle:])
+
+
+def test_what_the_model_yields_beside_look_ups_is_learnt_from_a_few_rows() -> None:
+    model = ModelYield()
+    assert model.tokens(2.0, 8) == 2.0
+    compared = [model.is_compared() for _ in range(FIRST_EVERY * FIRST_ROWS + 10 * LATER_EVERY)]
+    assert sum(compared) == FIRST_ROWS + 10 and not any(compared[: FIRST_EVERY - 1])
+    for _ in range(100):
+        model.observe(6, 2.0)
+    assert model.tokens(2.0, 8) == pytest.approx(6.0, rel=0.05)
+    assert model.tokens(3.0, 8) == 8, "its trees are no deeper"
+    for _ in range(300):
+        model.observe(1, 4.0)
+    assert model.tokens(2.0, 8) == 1.0, "a step yields a token in any case"
 
 
 @pytest.mark.parametrize("with_model", [False, True])
