@@ -90,6 +90,8 @@ ARMS: Mapping[str, Arm] = {
         Arm("plain", "foretoken", ("--speculative-algorithm", "NONE")),
         Arm("auto", "foretoken", ("--drafter", EAGLE3)),
         Arm("auto-ngram", "foretoken", ("--drafter", EAGLE3, "--drafter", NGRAM)),
+        # What ``foretoken serve MODEL`` starts.
+        Arm("ngram", "foretoken", ("--drafter", NGRAM)),
         _fixed(1, 1, 2),
         _fixed(3, 1, 4),
         _fixed(5, 1, 6),

@@ -21,7 +21,7 @@ from foretoken.bench.stream import Stream
 MOST_CODE_PROMPTS = 640
 # Ids below are special ones.
 LEAST_RANDOM_ID = 16
-CORE_ARMS = ("plain", "auto", "auto-ngram", "fixed-1-1-2", "fixed-3-1-4", "fixed-5-1-6", "fixed-5-8-32")
+CORE_ARMS = ("plain", "auto", "auto-ngram", "ngram", "fixed-1-1-2", "fixed-3-1-4", "fixed-5-1-6", "fixed-5-8-32")
 VLLM_ARMS = ("vllm-plain", "vllm-eagle3-3", "vllm-eagle3-5")
 # Tokens that a step with a draft yields where weights are random.
 ACCEPT_LENGTH = 4.0

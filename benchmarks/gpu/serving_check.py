@@ -27,6 +27,8 @@ from foretoken.bench.bottleneck import CLIENT_LIMIT
 
 RESULTS = ROOT / "benchmarks" / "gpu" / "results"
 AUTO_ARMS = ("auto", "auto-ngram")
+# Arms that must not be slower than plain decode.
+CHOOSING_ARMS = (*AUTO_ARMS, "ngram")
 # Rates of arrivals that differ by more cannot be compared.
 SAME_RATE = 0.01
 
@@ -155,7 +157,7 @@ def _absolute(rows: Rows, vllm: Row | None, concurrency: int) -> list[Bar]:
 def _over_plain(rows: Rows, workload: Workload, point: str) -> list[Bar]:
     plain = rows.find(workload.name, "plain", point)
     found = []
-    for arm in AUTO_ARMS:
+    for arm in CHOOSING_ARMS:
         row = rows.find(workload.name, arm, point) if arm in workload.arms else None
         if row is not None and plain is not None:
             ratio = row["tokens_per_s"] / plain["tokens_per_s"]
@@ -165,7 +167,7 @@ def _over_plain(rows: Rows, workload: Workload, point: str) -> list[Bar]:
 
 def _gaps(rows: Rows, workload: Workload, point: str, concurrency: int) -> list[Bar]:
     found = []
-    for arm in ("plain", *AUTO_ARMS):
+    for arm in ("plain", *CHOOSING_ARMS):
         row = rows.find(workload.name, arm, point) if arm in workload.arms else None
         if row is None:
             continue

@@ -10,6 +10,7 @@ COLOURS = {
     "plain": "#7b8794",
     "auto": "#2563eb",
     "auto-ngram": "#0ea5e9",
+    "ngram": "#14b8a6",
     "fixed-1-1-2": "#d6bcfa",
     "fixed-3-1-4": "#b794f4",
     "fixed-5-1-6": "#805ad5",

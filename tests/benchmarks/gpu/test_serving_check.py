@@ -95,6 +95,7 @@ def test_a_whole_run_passes(tmp_path: Path) -> None:
         ("core", "vllm-eagle3-3", "64", {"tokens_per_s": 10_500.0}, "core, auto / vLLM's best at 64: 1.029, must"),
         ("core", "auto", "64", {"ttft_p99_ms": 67.0}, "core, TTFT p99 of auto / that of vllm-plain at 64: 1.117, must"),
         ("core", "auto-ngram", "4", {"tokens_per_s": 790.0}, "core, auto-ngram / plain at 4: 0.9657, must be at least"),
+        ("core", "ngram", "4", {"tokens_per_s": 790.0}, "core, ngram / plain at 4: 0.9657, must be at least"),
         ("core", "fixed-3-1-4", "4", {"tokens_per_s": 2460.0}, "core, auto / fixed-3-1-4 at 4: 0.9443, must be at"),
         ("core", "auto", "64", {"gap_p99_ms": 71.0}, "core, gap p99 of auto at 64: ms: 71, must be at most 70"),
         ("core", "auto", "256", {"gap_max_ms": 151.0}, "core, longest gap of auto at 256: ms: 151, must be at most"),
