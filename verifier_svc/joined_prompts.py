@@ -8,13 +8,18 @@ from dataclasses import dataclass
 
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.device_batch import NARROW_BLOCKS, WIDE_BLOCKS, BatchShape, runs_of
-from foretoken.models.device_batches import MAX_PROMPT_GRAPH_ROWS, prompt_bucket
 from foretoken.models.device_sizes import PassSizes
 
 # Larger passes are bound by arithmetic: two of them take hardly longer than one.
-_MOST_ROWS = MAX_PROMPT_GRAPH_ROWS
+_MOST_ROWS = 2048
+# Up to so many rows, the numbers of rows that have a pass: a row costs as much as another, whether it is one of a
+# prompt or none.
+_ROW_STEPS = ((512, 32), (1024, 64), (_MOST_ROWS, 128))
 # Most prompts.
 _MOST_PROMPTS = 8
+# The fewest seats beside which prompts join a step with a long sequence. Seats' attention has tiles for many trees
+# here, which would keep a few long sequences waiting for longer than the prompts' own pass takes.
+_LEAST_LONG_SEATS = 8
 # By the most blocks of a sequence: rows with logits. A pass computes logits for that many rows, also where the step has
 # fewer. Among long sequences there are fewer sizes, because there are rarely many of them.
 _ROW_COUNTS = {NARROW_BLOCKS: (128, 256, 512, 768, 1024), WIDE_BLOCKS: (128, 512)}
@@ -57,14 +62,16 @@ class JoinedSizes:
         blocks = min(max(num_blocks, prompts.block_tables.shape[1]), self.most.blocks)
         width = next((width for width in _ROW_COUNTS if blocks <= width), None)
         rows = self._rounded(num_rows + prompts.num_rows)
-        if width is None or len(runs_of(prompts).seqs) > self._num_prompts or num_rows + prompts.num_rows > rows:
+        if width is None or (width > NARROW_BLOCKS and num_seats < _LEAST_LONG_SEATS):
+            return None
+        if len(runs_of(prompts).seqs) > self._num_prompts or num_rows + prompts.num_rows > rows:
             return None
         sizes = (self._size(rows, count, width) for count in _ROW_COUNTS[width])
         return next((size for size in sizes if size.wanted >= num_rows and size.seqs >= num_seats), None)
 
-    def all(self, *, is_wide: bool) -> Iterator[BatchShape]:
-        """Yield every size that ``of`` may return; ``is_wide``: those with block tables wider than the narrowest."""
-        width = WIDE_BLOCKS if is_wide else NARROW_BLOCKS
+    def all(self, *, is_long: bool) -> Iterator[BatchShape]:
+        """Yield every size that ``of`` may return; ``is_long``: those with block tables wider than the narrowest."""
+        width = WIDE_BLOCKS if is_long else NARROW_BLOCKS
         seen = set()
         for count in _ROW_COUNTS[width]:
             rows = 0
@@ -76,7 +83,8 @@ class JoinedSizes:
                     yield size
 
     def _rounded(self, rows: int) -> int:
-        return min(prompt_bucket(rows), _MOST_ROWS, self.most.rows)
+        step = next((step for most, step in _ROW_STEPS if rows <= most), _ROW_STEPS[-1][1])
+        return min(-(-rows // step) * step, _MOST_ROWS, self.most.rows)
 
     @property
     def _num_prompts(self) -> int:

@@ -51,6 +51,7 @@ from verifier_svc.scheduling.launch_time import LaunchTime
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.scheduling.sequence import Sequence
+from verifier_svc.speculation.lookups import Compared
 from verifier_svc.speculation.overlap_policy import OverlapBlock
 from verifier_svc.speculation.resident_drafting import ResidentDrafting
 from verifier_svc.speculation.speculator import Speculator
@@ -95,7 +96,7 @@ class _Facts(NamedTuple):
         has_joined: whether the prompt rows were in its own pass.
         kind: of its draft.
         gap_s: seconds that the GPU waited for its launch.
-        compared: rows that verify the drafter's tree although a look-up found one, with the tokens expected of it.
+        compared: rows that verify the drafter's tree although a look-up found one.
     """
 
     shape: Shape
@@ -107,7 +108,7 @@ class _Facts(NamedTuple):
     is_timed: bool
     kind: Hashable
     gap_s: float
-    compared: Mapping[Sequence, float]
+    compared: Mapping[Sequence, Compared]
 
 
 class OverlappedRun:  # large: the phases of one loop share its state
@@ -309,7 +310,8 @@ class OverlappedRun:  # large: the phases of one loop share its state
             return False
         self._num_launched += 1
         with phase("lookup"):
-            found = {} if step.num_in_flight else self._lookups.find(self._launched)
+            is_drafted = asked.is_drafted and not self._is_lost
+            found = {} if step.num_in_flight else self._lookups.find(self._launched, is_drafted=is_drafted)
         is_late = self._num_read > 0 and not step.num_in_flight
         with phase("launch"):
             has_joined = step.launch(is_drafted=asked.is_drafted, found=found)
@@ -480,16 +482,20 @@ class OverlappedRun:  # large: the phases of one loop share its state
                 len(walk.tokens),
                 got_no_row=bool(facts.shape.budget) and found is None and seat.has_stepped,
             )
-            if sequence in facts.compared:
-                self._lookups.observe_model(len(walk.tokens), facts.compared[sequence])
+            compared = facts.compared.get(sequence)
+            if compared is not None:
+                self._speculator.outcomes.observe_passed_over(sequence, compared.passed_over, walk.tokens)
             if found is not None and num_nodes == found.tree.num_nodes:
                 shares = found.shares(walk.matched_nodes)
-                self._speculator.observe(sequence, found, walk.matched_nodes, shares)
+                self._speculator.outcomes.observe(sequence, found, walk.matched_nodes, shares)
             if seat.is_new:
                 seat.is_new = False
                 lifecycle.append(sequence, 1, walk)
             else:
                 lifecycle.commit_decode(sequence, walk, shares, why_none if seat.has_stepped else why_first)
+            # A root alone is a missing tree, unless seats share rows. A text that ends tells too little.
+            if compared is not None and (num_nodes > 1 or facts.shape.budget) and not seat.is_left:
+                self._lookups.observe_model(len(walk.tokens), compared)
             seat.has_stepped = True
         drafting.learn(facts.shape)
         self._learn_times(facts)

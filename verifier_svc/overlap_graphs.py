@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from foretoken.models.device_batch import captured_sizes
+from foretoken.models.device_batch import NARROW_BLOCKS, captured_sizes
 from verifier_svc.overlap_stage import StepShape
 
 # Spare rows after which a size gets a graph of its own. A capture takes some 100 ms, a row up to 20 us.
@@ -17,6 +17,8 @@ _MOST_SPARE_ROWS = 5000
 # Where there are fewer for each row of a step, they slow it down by less than anyone sees, but everyone sees a capture:
 # so many of them count as one.
 _FEW_SPARE_ROWS, _FEW_COUNT = 1 / 8, 10
+# Rows that take as long as attention loses with a wide block table where a narrow one would do.
+_WIDE_TABLE_ROWS = 3
 
 
 class OverlapGraphs:
@@ -63,6 +65,8 @@ class OverlapGraphs:
         if chosen is not None:
             num_spare = max(chosen.rows - own.rows, 0)
             self._num_spare = num_spare if num_spare > _FEW_SPARE_ROWS * own.rows else num_spare / _FEW_COUNT
+            if own.blocks <= NARROW_BLOCKS < chosen.blocks:
+                self._num_spare += _WIDE_TABLE_ROWS
         return chosen
 
     def count_step(self) -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from foretoken.models.device_batch import bucket, seq_bucket
-from foretoken.models.device_batches import MAX_PROMPT_GRAPH_ROWS, PROMPT_SEQS, prompt_bucket
+from foretoken.models.device_batches import PROMPT_SEQS, prompt_bucket
 from verifier_svc.drafters.request import Shape
 from verifier_svc.speculation.candidate_shapes import MOST_LARGE_TREE_ROWS, SHARED_FROM, is_large_tree
 
@@ -95,23 +95,19 @@ def long_sizes(max_seats: int, most_nodes: int, shapes: Items[ShapeRows], *, has
         count *= 2
 
 
-def prompt_passes(max_rows: int, max_seats: int, *, is_wide: bool) -> Iterator[tuple[int, int]]:
-    """Yield rows and sequences of the passes over prompts alone.
-
-    A few prompts join the pass of a step, unless nobody decodes: then they usually fill a chunk.
+def prompt_passes(max_rows: int, max_seats: int, *, is_long: bool) -> Iterator[tuple[int, int]]:
+    """Yield rows and sequences of the passes over prompts alone: of one, of a few, and of many.
 
     Args:
-        max_rows: prompt tokens of a step.
-        is_wide: as for ``prompt_bucket``.
+        max_rows: prompt tokens of a step, and rows of the largest such pass that has a graph.
+        is_long: whether a prompt is long. A few of them usually fill a chunk, or join the pass of a step.
     """
-    max_rows = min(max_rows, MAX_PROMPT_GRAPH_ROWS)
-    *few, many = PROMPT_SEQS
-    for count in few:
-        yield max_rows, min(count, max_seats)
-    rows = 0
-    while rows < max_rows:
-        rows = min(prompt_bucket(max(rows + 1, many), is_wide=is_wide), max_rows)
-        yield rows, min(many, max_seats)
+    *few, _ = PROMPT_SEQS
+    for count in PROMPT_SEQS:
+        rows = max_rows - 1 if is_long and count in few else 0
+        while rows < max_rows:
+            rows = min(prompt_bucket(max(rows + 1, count)), max_rows)
+            yield rows, min(count, max_seats)
 
 
 def _sizes_with_found(max_seats: int, most_nodes: int) -> Iterator[UsualSize]:

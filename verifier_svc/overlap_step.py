@@ -158,33 +158,37 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self._kernels.conclude(stage, self._shape.max_width, self._walker.masks.send(self._shape.rows, []))
         self.seating.forget_layout()
 
+    @property
+    def has_long_sequences(self) -> bool:
+        """Return whether a sequence may need wider block tables than the narrowest, apart from its tree's blocks."""
+        runner = self._runner
+        room = (runner.sizes.blocks - 1) * runner.block_size - self.memory.layout.nodes
+        return room > NARROW_BLOCKS * runner.block_size
+
     @torch.inference_mode()
-    def captures(self, features: tuple[int, ...], shapes: Items[ShapeRows], *, has_found: bool) -> Iterator[None]:
+    def captures(
+        self, features: tuple[int, ...], shapes: Items[ShapeRows], *, has_found: bool, is_long: bool
+    ) -> Iterator[None]:
         """Capture the graphs of usual sizes, one for each item; no step may be in flight meanwhile.
 
         Args:
             features: as for ``begin``.
             shapes: those in which steps draft.
             has_found: whether some sequences of a step may have trees from the host.
+            is_long: whether the block tables are wider than the narrowest.
         """
-        for blocks in (1, NARROW_BLOCKS + 1) if self._runner.sizes.blocks > NARROW_BLOCKS else (1,):
-            yield from self._captures(features, shapes, blocks, has_found=has_found)
-
-    def _captures(
-        self, features: tuple[int, ...], shapes: Items[ShapeRows], blocks: int, *, has_found: bool
-    ) -> Iterator[None]:
-        """As ``captures``, for block tables of the width that holds ``blocks`` blocks."""
-        num_seats, is_wide = len(self.seating.seats), blocks > NARROW_BLOCKS
-        for rows, seqs in prompt_passes(self._max_prompt_rows, num_seats, is_wide=is_wide):
-            self._runner.forward(blank_batch(rows, seqs, blocks, self._runner.block_size), features)
+        runner, num_seats, blocks = self._runner, len(self.seating.seats), NARROW_BLOCKS + 1 if is_long else 1
+        max_rows = min(self._max_prompt_rows, runner.most_prompt_rows)
+        for rows, seqs in prompt_passes(max_rows, num_seats, is_long=is_long):
+            runner.forward(blank_batch(rows, seqs, blocks, runner.block_size), features)
             yield
-        sizes_of = long_sizes if is_wide else usual_sizes
+        sizes_of = long_sizes if is_long else usual_sizes
         for rows, seqs, width in sizes_of(num_seats, self.memory.layout.nodes, shapes, has_found=has_found):
             self._features = features
             stage = self._stage(rows, seqs, width, blocks)
             if self._capture(stage, np.minimum(np.arange(len(stage.rows.row_starts), dtype=np.int32) * width, rows)):
                 yield
-        for size in self._joined_sizes.all(is_wide=is_wide):
+        for size in self._joined_sizes.all(is_long=is_long):
             self._features = features
             stage = self._joined_stage(size)
             if self._capture(stage, np.zeros(size.seqs + 1, np.int32)):

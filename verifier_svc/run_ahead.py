@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
+from itertools import product
 from typing import TYPE_CHECKING
 
 from foretoken.resident import ResidentMemory, StreamOrder
@@ -43,8 +44,8 @@ class RunAhead:
         # The step of each drafter's memory, by drafter number, and the deadlines of its drafts.
         # While attached, step numbers only grow.
         self._drafted: dict[int, tuple[ResidentStep, StepDeadlines]] = {}
-        # The captures that are left to do, by step, for buffers of this generation.
-        self._captures: dict[ResidentStep, tuple[int, Iterator[None]]] = {}
+        # The captures that are left to do, by step and whether for long sequences, for buffers of this generation.
+        self._captures: dict[tuple[ResidentStep, bool], tuple[int, Iterator[None]]] = {}
 
     def run(
         self,
@@ -79,11 +80,13 @@ class RunAhead:
         # Where sequences are drafted for, steps without the drafter are rarer.
         steps[self._plain] = (), [ShapeRows(1, 1)]
         has_lookups = any(drafter.is_attached and not drafter.has_model for drafter in speculator.drafters)
-        for step, (features, shapes) in steps.items():
-            generation, captures = self._captures.get(step, (None, None))
+        for is_long, (step, (features, shapes)) in product((False, True), steps.items()):
+            if is_long and not step.has_long_sequences:
+                continue
+            generation, captures = self._captures.get((step, is_long), (None, None))
             if captures is None or generation != step.generation:
-                captures = step.captures(features, shapes, has_found=has_lookups)
-                self._captures[step] = step.generation, captures
+                captures = step.captures(features, shapes, has_found=has_lookups, is_long=is_long)
+                self._captures[step, is_long] = step.generation, captures
             if next(captures, self) is not self:
                 return True
         return False
@@ -109,4 +112,5 @@ class RunAhead:
             attachment = drafters[number - 1].attachment
             if attachment is None or attachment.transport.resident is not step.memory:
                 del self._drafted[number]
-                self._captures.pop(step, None)
+                for is_long in (False, True):
+                    self._captures.pop((step, is_long), None)

@@ -141,7 +141,7 @@ class TargetStep:
         tree = None
         if part.draft is not None:
             shares = part.draft.shares(result.matched_nodes)
-            self._speculator.observe(part.sequence, part.draft, result.matched_nodes, shares)
+            self._speculator.outcomes.observe(part.sequence, part.draft, result.matched_nodes, shares)
             if part.sequence.returns_trees:
                 tree = part.draft.verified(result.accepted_nodes)
         self._lifecycle.commit_decode(part.sequence, result, shares, self._speculator.fallbacks.of_step, tree)

@@ -9,7 +9,6 @@ import torch
 
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.device_batch import (
-    NARROW_BLOCKS,
     BatchShape,
     DeviceArrays,
     DeviceBatch,
@@ -24,12 +23,10 @@ from foretoken.tree import MASK_WORD_BITS
 # A pass of more rows that wants the logits of some, but not of all, has no graph: hardly two have
 # one size.
 MAX_MIXED_GRAPH_ROWS = 128
-# Captured sizes of prompt passes, whose logits nobody wants: a padding row costs as much as any
-# other, and launching the kernels one by one takes longer than a short prompt's pass.
+# Captured sizes of prompt passes, whose logits nobody wants: launching the kernels one by one takes
+# longer than a short prompt's pass. There are few sizes, because most prompts are in a step's pass.
 MAX_PROMPT_GRAPH_ROWS = 2048
-_PROMPT_STEPS = ((512, 32), (1024, 64), (MAX_PROMPT_GRAPH_ROWS, 128))
-# With wide block tables there are fewer sizes, so that all are captured before the first request.
-_WIDE_PROMPT_STEPS = ((64, 64), (MAX_PROMPT_GRAPH_ROWS, 128))
+_FEW_PROMPT_ROWS, _PROMPT_STEP = 64, 128
 PROMPT_SEQS = (1, 8, 64)
 
 
@@ -108,6 +105,11 @@ class DeviceBatches:
         self._check(shape)
         return self._of_shape(shape)
 
+    @property
+    def most_prompt_rows(self) -> int:
+        """Return the rows of the largest prompt pass that has a graph."""
+        return self._most_prompt_rows
+
     def _check(self, shape: BatchShape) -> None:
         """Raise ValueError for more than the largest pass."""
         sizes = self._sizes
@@ -124,7 +126,7 @@ class DeviceBatches:
         """Return the smallest captured size that holds a batch."""
         sizes = self._sizes
         if not wanted:
-            rows = min(prompt_bucket(rows, is_wide=blocks > NARROW_BLOCKS), sizes.rows)
+            rows = min(prompt_bucket(rows), sizes.rows)
             count = next((size for size in PROMPT_SEQS if size >= seqs), sizes.seqs)
             blocks = min(table_bucket(blocks), sizes.blocks)
             return BatchShape(rows, 0, min(count, sizes.seqs), 1 << (rows - 1).bit_length(), blocks)
@@ -146,11 +148,6 @@ class DeviceBatches:
         return self._graphs and (rows <= MAX_MIXED_GRAPH_ROWS or wanted == rows)
 
 
-def prompt_bucket(rows: int, *, is_wide: bool = False) -> int:
-    """Return the smallest captured size of a prompt pass that holds so many rows.
-
-    ``is_wide``: whether its block tables are wider than the narrowest.
-    """
-    steps = _WIDE_PROMPT_STEPS if is_wide else _PROMPT_STEPS
-    step = next((step for most, step in steps if rows <= most), steps[-1][1])
-    return -(-rows // step) * step
+def prompt_bucket(rows: int) -> int:
+    """Return the smallest captured size of a prompt pass that holds so many rows."""
+    return _FEW_PROMPT_ROWS if rows <= _FEW_PROMPT_ROWS else -(-rows // _PROMPT_STEP) * _PROMPT_STEP

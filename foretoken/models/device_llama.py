@@ -84,6 +84,11 @@ class DeviceLlama(Llama[DeviceProgram]):
         """Return the generation of the passes' buffers; see ResidentPass."""
         return self._passes.generation
 
+    @property
+    def most_prompt_rows(self) -> int:
+        """Return the rows of the largest pass over prompts alone that has a graph."""
+        return self._passes.most_prompt_rows
+
     def resident_pass(
         self, features: tuple[int, ...], rows: int, seqs: int, max_seq_rows: int, blocks: int
     ) -> ResidentPass:

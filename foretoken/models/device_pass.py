@@ -13,14 +13,14 @@ from foretoken_kernels.cpu import decoder as kernel
 from foretoken_kernels.gpu.embedding import copy_rows, embed, fill_rows
 from foretoken_kernels.gpu.rms_norm import rms_norm
 from foretoken_kernels.gpu.rope_kv_write import Rope
-from foretoken_kernels.gpu.strict_attention import strict_attention
+from foretoken_kernels.gpu.strict_attention import SPLIT_KEYS, strict_attention
 from foretoken_kernels.gpu.tree_attention import attention_workspace, tree_attention
 from numpy.typing import NDArray
 
 from foretoken.kv_cache import KVCache
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig
-from foretoken.models.device_batch import BatchShape, DeviceArrays, DeviceBatch, PromptArrays, runs_of
+from foretoken.models.device_batch import WIDE_BLOCKS, BatchShape, DeviceArrays, DeviceBatch, PromptArrays, runs_of
 from foretoken.models.device_batches import MAX_PROMPT_GRAPH_ROWS, DeviceBatches
 from foretoken.models.device_buffers import DeviceBuffers
 from foretoken.models.device_graph import DeviceGraphs
@@ -31,6 +31,7 @@ from foretoken.models.flashinfer_attention import FlashInferAttention
 from foretoken.models.pinned_buffers import PinnedRows
 from foretoken.models.program import Attention, Columns, Operation, Program
 from foretoken.models.rope import cos_sin_table
+from foretoken.tree import MASK_WORD_BITS
 
 # Elements of the pinned buffer when no program reads GIVEN.
 _MIN_PINNED = 16
@@ -83,7 +84,16 @@ class DevicePass:
         # Triton's interpreter runs programs one after the other: splits would gain nothing.
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         num_splits = _NUM_SPLITS if device.type == "cuda" else 1
+        if strict and device.type == "cuda":
+            # Strict attention divides the keys of a whole table, or none.
+            most_keys = WIDE_BLOCKS * cache.block_size + MASK_WORD_BITS * sizes.mask_words
+            num_splits = max(num_splits, -(-most_keys // SPLIT_KEYS))
         self._workspace = attention_workspace(sizes.rows, *heads, device, num_splits)
+
+    @property
+    def most_prompt_rows(self) -> int:
+        """Return the rows of the largest pass without logits that has a graph."""
+        return self._batches.most_prompt_rows
 
     def load(self, program: Program) -> DeviceProgram:
         """Allocate what the program needs and return it ready to run."""

@@ -226,9 +226,8 @@ def test_buckets_hold_what_they_are_asked_to() -> None:
     widths = [table_bucket(blocks) for blocks in range(1, 5000)]
     assert all(width >= blocks for blocks, width in enumerate(widths, 1)) and widths == sorted(widths)
     assert set(widths) == {128, 1024, 2048, 4096, 8192}
-    for is_wide in (False, True):
-        rows = [prompt_bucket(count, is_wide=is_wide) for count in range(1, 2049)]
-        assert all(0 <= size - count < 128 for count, size in enumerate(rows, 1)) and rows == sorted(rows)
+    rows = [prompt_bucket(count) for count in range(1, 2049)]
+    assert all(0 <= size - count < 128 for count, size in enumerate(rows, 1)) and rows == sorted(rows)
 
 
 @pytest.mark.parametrize("blocks", [1, 129])

@@ -32,7 +32,7 @@ def test_a_size_holds_what_it_is_chosen_for_and_has_a_graph(
         if num_seats > sizes.max_seats or not fits:
             assert size is None
         else:
-            assert size is not None and size in sizes.all(is_wide=False)
+            assert size is not None and size in sizes.all(is_long=False)
             assert size.rows >= total and size.wanted >= num_rows and size.seqs >= num_seats
 
 
@@ -56,8 +56,9 @@ def test_what_no_graph_holds_has_a_pass_of_its_own() -> None:
 def test_a_long_sequence_in_the_step_or_a_long_prompt_needs_wide_tables(num_rows: int, num_prompt_rows: int) -> None:
     short = prompts(num_prompt_rows)
     long = replace(short, block_tables=np.zeros((1, 129), np.int32))
-    assert LARGE.of(num_rows, 100, 128, short) not in set(LARGE.all(is_wide=True))
+    assert LARGE.of(num_rows, 100, 128, short) not in set(LARGE.all(is_long=True))
     for size in (LARGE.of(num_rows, 100, 129, short), LARGE.of(num_rows, 100, 1, long)):
-        assert size in set(LARGE.all(is_wide=True)) and size is not None
+        assert size in set(LARGE.all(is_long=True)) and size is not None
         assert size.blocks >= 129 and size.rows >= num_rows + num_prompt_rows and size.wanted >= num_rows
     assert LARGE.of(513, 100, 129, short) is None
+    assert LARGE.of(num_rows, 7, 129, short) is None, "a few long sequences would wait for long"

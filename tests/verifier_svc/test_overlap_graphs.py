@@ -112,6 +112,17 @@ def test_short_sequences_get_narrow_tables_even_with_more_spare_rows() -> None:
     assert graphs.choose(size(10, 16, blocks=129)) == size(10, 16, blocks=1024)
 
 
+def test_short_sequences_do_not_stay_in_wide_tables() -> None:
+    graphs = captured(size(16, 16, blocks=1024))
+    assert graphs.choose(size(16, 16)) == size(16, 16, blocks=1024)
+    while not graphs.is_wasteful:
+        graphs.count_step()
+    graphs.choose(size(16, 16, blocks=129))
+    for _ in range(10_000):
+        graphs.count_step()
+    assert not graphs.is_due
+
+
 def captured_usual(usual: Iterable[UsualSize], blocks: int = 1) -> OverlapGraphs:
     return captured(*(StepShape(*captured_sizes(rows, seqs, width, blocks), LAYERS) for rows, seqs, width in usual))
 
@@ -167,17 +178,18 @@ def test_large_trees_get_no_graphs_for_batches_that_do_not_draft_them() -> None:
     assert max(size.rows for size in usual) == MAX_USUAL_ROWS
 
 
-@pytest.mark.parametrize("is_wide", [False, True])
-@pytest.mark.parametrize("max_rows", [8, 100, 512, 2048, 8192])
-def test_prompts_that_join_no_step_have_graphs(max_rows: int, is_wide: bool) -> None:
-    """Full chunks of a few prompts, and many prompts of any size."""
-    most, blocks = min(max_rows, 2048), 129 if is_wide else 1
+@pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize("max_rows", [8, 100, 512, 2048])
+def test_prompts_that_join_no_step_have_graphs(max_rows: int, is_long: bool) -> None:
+    """But few long ones usually fill a chunk."""
+    blocks = 129 if is_long else 1
     batches = DeviceBatches(PassSizes(9000, 9000, 256, 4096), 16, torch.device("cpu"), graphs=True)
 
     def graph(rows: int, seqs: int) -> BatchShape | None:
         batch = blank_batch(rows, seqs, blocks, 16)
         return batches.upload(batch, runs_of(batch)).graph_shape
 
-    captured = {graph(rows, seqs) for rows, seqs in prompt_passes(max_rows, 256, is_wide=is_wide)}
-    assert {graph(most, 1), graph(most, 8)} <= captured
-    assert {graph(rows, 64) for rows in range(64, most + 1)} <= captured
+    captured = {graph(rows, seqs) for rows, seqs in prompt_passes(max_rows, 256, is_long=is_long)}
+    for seqs in (1, 8, 64):
+        least = max_rows if is_long and seqs < 64 else seqs
+        assert {graph(rows, seqs) for rows in range(least, max_rows + 1)} <= captured

@@ -20,7 +20,7 @@ from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tree import DraftTree
 from tests.support.tiny_checkpoint import save_llama
-from verifier_svc import overlap_parts
+from verifier_svc import joined_prompts, overlap_parts
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.overlap_sizes import ShapeRows
@@ -93,7 +93,8 @@ class Steps:
         )
         self.is_padded, self.is_joined, self.num_joined = is_padded, is_joined, 0
         if is_joined:
-            list(self.step.captures(EMBEDDING, [], has_found=False))
+            for is_long in (False, True) if self.step.has_long_sequences else (False,):
+                list(self.step.captures(EMBEDDING, [], has_found=False, is_long=is_long))
         if is_padded:
             # Buffers that grew later would end the graphs.
             self.runner.forward(blank_batch(16, SLOTS), EMBEDDING)
@@ -282,7 +283,16 @@ def test_captures_stay_within_the_largest_pass_and_write_no_kv_entries(folder: P
     """A server with small settings has fewer sizes to capture."""
     steps = Steps(folder, device, rows=40)
     cache = steps.runner.planes.fill_(1).clone()
-    assert len(list(steps.step.captures(EMBEDDING, [ShapeRows(1, 1), ShapeRows(NODES, NODES)], has_found=True))) >= 2
+    assert (
+        len(
+            list(
+                steps.step.captures(
+                    EMBEDDING, [ShapeRows(1, 1), ShapeRows(NODES, NODES)], has_found=True, is_long=False
+                )
+            )
+        )
+        >= 2
+    )
     assert torch.equal(steps.runner.planes, cache)
     assert steps.step.num_in_flight == 0 and not any(steps.step.seating.seats)
 
@@ -306,7 +316,7 @@ def test_no_step_with_masks_is_captured_while_streams_wait(
 ) -> None:
     monkeypatch.setattr(overlap_parts, "DeviceGraphs", RecordedGraphs)
     steps = Steps(folder, device, rows=40)
-    assert list(steps.step.captures(EMBEDDING, [ShapeRows(1, 1)], has_found=False))
+    assert list(steps.step.captures(EMBEDDING, [ShapeRows(1, 1)], has_found=False, is_long=False))
     captured = list(RecordedGraphs.captured)
     steps.step.begin(EMBEDDING, 0)
     sequence = sequence_of([3, 4, 5], 0, [0, 1, 2, 3], max_tokens=12)
@@ -454,6 +464,7 @@ def test_long_sequences_and_their_prompts_have_graphs(
     texts = [alone.text(prompt, 5) for prompt in prompts]
     if device == "cpu":
         monkeypatch.setattr(overlap_parts, "DeviceGraphs", RecordedGraphs)
+    monkeypatch.setattr(joined_prompts, "_LEAST_LONG_SEATS", 1)
     steps = Steps(folder, device, blocks=200, is_joined=True)
     num_captured = len(RecordedGraphs.captured)
     grown, late = (sequence_of(prompt, slot, [4 * slot, 4 * slot + 1]) for slot, prompt in enumerate(prompts))

@@ -17,9 +17,10 @@ class Capturing:
     def __init__(self) -> None:
         self.generation = 0
         self.captured: set[int] = set()
+        self.has_long_sequences = False
 
-    def captures(self, features: tuple[int, ...], shapes: Any, *, has_found: bool) -> Iterator[None]:
-        for size in range(5):
+    def captures(self, features: tuple[int, ...], shapes: Any, *, has_found: bool, is_long: bool) -> Iterator[None]:
+        for size in range(10, 12) if is_long else range(5):
             if size not in self.captured:
                 self.captured.add(size)
                 yield
@@ -39,3 +40,14 @@ def test_what_moved_is_captured_again() -> None:
     assert [ahead.prepare(nobody) for _ in range(3)] == [True] * 3
     step.move()
     assert [ahead.prepare(nobody) for _ in range(7)] == [True] * 5 + [False] * 2
+
+
+def test_graphs_for_short_sequences_come_first() -> None:
+    """The captures before the first request may be cut short."""
+    plain, drafted = Capturing(), Capturing()
+    plain.has_long_sequences = True
+    ahead = RunAhead(lambda *_: cast(ResidentStep, drafted), cast(ResidentStep, plain), timeout_s=1.0)
+    nobody = cast(Speculator, SimpleNamespace(drafters=[]))
+    assert [ahead.prepare(nobody) for _ in range(5)] == [True] * 5 and plain.captured == set(range(5))
+    assert [ahead.prepare(nobody) for _ in range(3)] == [True] * 2 + [False]
+    assert plain.captured == {*range(5), 10, 11}

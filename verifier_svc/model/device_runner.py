@@ -139,6 +139,11 @@ class DeviceRunner(TargetModel):
         """Return a number that grows when the passes' buffers move; see ResidentPass."""
         return self._model.generation
 
+    @property
+    def most_prompt_rows(self) -> int:
+        """Return the rows of the largest pass over prompts alone that has a graph."""
+        return self._model.most_prompt_rows
+
     def resident_pass(
         self, features: tuple[int, ...], rows: int, seqs: int, max_seq_rows: int, blocks: int
     ) -> ResidentPass:

@@ -27,8 +27,8 @@ _MAX_RERUN = 4
 _CAPTURED = 4
 # Bytes of the sampler's workspace for one row: the candidates of top-k and top-p.
 _SAMPLER_ROW_BYTES = 33 << 10
-# Bytes for CUDA's context and libraries, and for captured graphs.
-_FIXED_GPU_BYTES = 3 << 30
+# Bytes for CUDA's context and libraries, and for captured graphs if there are any.
+_FIXED_GPU_BYTES, _GRAPH_BYTES = 3 << 29, 3 << 29
 
 
 class LoadedTarget(TargetRunner, Protocol):
@@ -94,8 +94,9 @@ def _buffers_bytes(settings: VerifierSettings, config: ModelConfig, element: tor
     penalties = settings.max_running_requests * config.vocab_size * 5
     # Two prefill chunks wait in device memory for a drafter on this GPU.
     chunks = 2 * settings.chunked_prefill_size if settings.drafters else 0
+    fixed = _FIXED_GPU_BYTES + (0 if settings.disable_cuda_graph else _GRAPH_BYTES)
     prompts = chunks * _CAPTURED * config.hidden_size * element.itemsize
-    return rows * (pass_row_bytes(config, element) + _SAMPLER_ROW_BYTES) + penalties + prompts + _FIXED_GPU_BYTES
+    return rows * (pass_row_bytes(config, element) + _SAMPLER_ROW_BYTES) + penalties + prompts + fixed
 
 
 def pass_row_bytes(config: ModelConfig, element: torch.dtype) -> int:

@@ -46,6 +46,23 @@ class Draft(NamedTuple):
             for number in sorted(set(self.sources[1:]))
         )
 
+    def along(self, tokens: Sequence[int]) -> list[int]:
+        """Return the nodes of the path that a text of these tokens takes below the root."""
+        children = {
+            (parent, token): node
+            for node, (parent, token) in enumerate(
+                zip(self.tree.parents.tolist(), self.tree.tokens.tolist(), strict=True)
+            )
+        }
+        path: list[int] = []
+        node: int | None = 0
+        for token in tokens:
+            node = children.get((node, token))
+            if node is None:
+                break
+            path.append(node)
+        return path
+
     def verified(self, accepted: Sequence[int]) -> VerifiedTree:
         """Return the tree as a client sees it after the step that accepted these nodes."""
         tree = self.tree

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from typing import NamedTuple
 
 from verifier_svc.scheduling.draft import Draft, merge
 from verifier_svc.scheduling.resident_seat import Seat
@@ -18,6 +19,18 @@ from verifier_svc.speculation.resident_drafting import ResidentDrafting
 # Steps after which look-ups are tried although they do not promise what a late launch costs: at first, and at most
 # where tries do not change that.
 TRY_EVERY, RAREST_TRY = 16, 256
+
+
+class Compared(NamedTuple):
+    """A row that verifies the model's tree although a look-up found one.
+
+    Attributes:
+        passed_over: the tree that was found.
+        expected: the tokens that the model's trees yield, as a mean of all rows; None: the look-up promised fewer.
+    """
+
+    passed_over: Draft
+    expected: float | None
 
 
 class Lookups:
@@ -48,8 +61,8 @@ class Lookups:
         self._round, self._costs, self._gaps = lookup_round, costs, gaps
         self._drafting, self._max_depth, self._is_on = drafting, max_depth, is_on
         self._model_yield = model_yield
-        # Rows that verify the model's tree in the next step although a look-up found one: the tokens expected of it.
-        self._compared: dict[Sequence, float] = {}
+        # Rows that verify the model's tree in the next step although a look-up found one.
+        self._compared: dict[Sequence, Compared] = {}
         # Trees for the first step of their sequences.
         self._waiting = dict(found) if is_on else {}
         # What rows ask before the next step.
@@ -128,8 +141,11 @@ class Lookups:
         expected = self._drafting.expected_tokens(sequence)
         return self._model_yield.tokens(expected, 1 + self._drafting.shape_of(sequence).depth)
 
-    def find(self, seats: Items[Seat | None]) -> dict[int, Draft]:
-        """Look up what was planned, once all steps are read. Return the trees that the next step verifies, by seat."""
+    def find(self, seats: Items[Seat | None], *, is_drafted: bool) -> dict[int, Draft]:
+        """Look up what was planned, once all steps are read. Return the trees that the next step verifies, by seat.
+
+        ``is_drafted``: whether the model's trees come, too.
+        """
         if not self._plans and not self._waiting:
             return {}
         self._round.read_scouts()
@@ -146,7 +162,7 @@ class Lookups:
                 draft = draft.to_depth(self._max_depth).best(seat.sequence.max_new_tokens)
                 if draft.tree.num_nodes > 1:
                     drafts[index] = draft
-        return self._chosen(drafts, seats) if drafts else {}
+        return self._chosen(drafts, seats, is_drafted=is_drafted) if drafts else {}
 
     def observe_gap(self, seconds: float) -> None:
         """Learn how long after the end of the last step the next one was launched."""
@@ -159,13 +175,13 @@ class Lookups:
             for sequence in decoding:
                 self._round.gate(sequence).pass_steps(num_steps)
 
-    def _chosen(self, drafts: dict[int, Draft], seats: Items[Seat | None]) -> dict[int, Draft]:
+    def _chosen(self, drafts: dict[int, Draft], seats: Items[Seat | None], *, is_drafted: bool) -> dict[int, Draft]:
         """Return the drafts that promise more than the model's, with the nodes that are worth their rows."""
         drafting = self._drafting
         taken = [(index, seat) for index, seat in enumerate(seats) if seat is not None]
         tokens = {index: drafting.expected_tokens(seat.sequence) for index, seat in taken}
-        drafts = {index: draft for index, draft in drafts.items() if sum(draft.path_chances()) > tokens[index]}
-        drafts = {index: draft for index, draft in drafts.items() if not self._is_left(draft, seats[index])}
+        if is_drafted:
+            drafts = {index: draft for index, draft in drafts.items() if not self._is_passed_over(draft, seats[index])}
         # Nodes that each draft has in any case: those that the step has rows for, and all of a fixed shape.
         free, num_rows = [], sum(seat.width for _, seat in taken)
         for index, draft in drafts.items():
@@ -182,29 +198,37 @@ class Lookups:
         best = {index: draft.best(count) for (index, draft), count in zip(drafts.items(), counts, strict=True)}
         return {index: draft for index, draft in best.items() if draft.tree.num_nodes > 1}
 
-    def _is_left(self, draft: Draft, seat: Seat | None) -> bool:
-        """Return whether a seat verifies the model's tree although a look-up promises more than that yields elsewhere.
+    def _is_passed_over(self, draft: Draft, seat: Seat | None) -> bool:
+        """Return whether a seat verifies the model's tree although a look-up has found one.
 
         It does where the model is known to do better on such text, or to learn whether it does.
         """
         assert seat is not None
         sequence, expected = seat.sequence, self._drafting.expected_tokens(seat.sequence)
-        # There is no other tree in the first step, and a fixed shape leaves no choice.
-        if not seat.has_stepped or expected <= 1.0 or self._round.bounds(sequence).is_fixed:
+        promised = sum(draft.path_chances())
+        # There is no other tree in the first step, and the model yields no more than its deepest path.
+        if not seat.has_stepped or promised > 1 + self._drafting.shape_of(sequence).depth:
             return False
-        is_left = self._model_yield.is_compared() or sum(draft.path_chances()) <= self._model_tokens(sequence)
-        if is_left:
-            self._compared[sequence] = expected
-        return is_left
+        if promised <= expected:
+            self._compared[sequence] = Compared(draft, None)
+            return True
+        # A fixed shape leaves no choice.
+        if expected <= 1.0 or self._round.bounds(sequence).is_fixed:
+            return False
+        is_passed_over = self._model_yield.is_compared() or promised <= self._model_tokens(sequence)
+        if is_passed_over:
+            self._compared[sequence] = Compared(draft, expected)
+        return is_passed_over
 
-    def take_compared(self) -> dict[Sequence, float]:
-        """Return the rows of the next step whose tokens ``observe_model`` waits for, with the tokens expected."""
+    def take_compared(self) -> dict[Sequence, Compared]:
+        """Return the rows of the next step whose tokens ``observe_model`` waits for."""
         compared, self._compared = self._compared, {}
         return compared
 
-    def observe_model(self, num_tokens: int, expected: float) -> None:
+    def observe_model(self, num_tokens: int, compared: Compared) -> None:
         """Learn what the model's tree has yielded for a row of ``take_compared``."""
-        self._model_yield.observe(num_tokens, expected)
+        if compared.expected is not None:
+            self._model_yield.observe(num_tokens, compared.expected)
 
 
 def _up_to_date(plan: DraftPlan) -> DraftPlan | None:

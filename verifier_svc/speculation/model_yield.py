@@ -7,11 +7,13 @@ tree instead, and its tokens tell.
 
 from __future__ import annotations
 
+import random
+
 # Before anything was compared the model is taken to yield as much as elsewhere, with this many rows' worth of trust.
 PRIOR_ROWS = 4.0
 # What a row still weighs after one more.
 MEMORY = 0.98
-# One row of so many is compared: of the first ones, and of later ones.
+# One row of so many is compared, by chance: of the first ones, and of later ones.
 FIRST_EVERY, LATER_EVERY = 8, 32
 FIRST_ROWS = 32
 
@@ -22,17 +24,18 @@ class ModelYield:
     def __init__(self) -> None:
         # Sums over rows that were compared: tokens over those expected, and weights.
         self._ratios = self._weights = PRIOR_ROWS
-        self._num_found = self._num_compared = 0
+        self._num_compared = 0
+        self._random = random.Random(0)
 
     def is_compared(self) -> bool:
-        """Return whether the next row for which something was found verifies the model's tree; then count it."""
-        self._num_found += 1
+        """Return whether the next row for which something was found verifies the model's tree; then count it.
+
+        By chance, because rows come in the order of their seats.
+        """
         every = FIRST_EVERY if self._num_compared < FIRST_ROWS else LATER_EVERY
-        if self._num_found < every:
-            return False
-        self._num_found = 0
-        self._num_compared += 1
-        return True
+        is_compared = self._random.random() * every < 1
+        self._num_compared += is_compared
+        return is_compared
 
     def observe(self, num_tokens: int, expected: float) -> None:
         """Learn from a row that got ``num_tokens`` by the model's tree, where all rows' mean is ``expected``."""

@@ -11,13 +11,12 @@ import math
 from collections.abc import Sequence as Seq
 from functools import partial
 
-from foretoken.tree import depths
 from verifier_svc.drafters.attachment import AttachmentSettings
 from verifier_svc.drafters.counters import DrafterCounters
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.drafters.source import DraftSource
-from verifier_svc.scheduling.draft import Draft, DrafterShare, merge
+from verifier_svc.scheduling.draft import Draft, merge
 from verifier_svc.scheduling.sequence import NO_SLOT, Sequence
 from verifier_svc.speculation.batch_limit import BatchLimit
 from verifier_svc.speculation.capture import Capture
@@ -34,6 +33,7 @@ from verifier_svc.speculation.plan import DraftPlan
 from verifier_svc.speculation.resident_drafting import ResidentDrafting
 from verifier_svc.speculation.routing import AUTO, DrafterRouting
 from verifier_svc.speculation.row_state import RowStates
+from verifier_svc.speculation.tree_outcomes import TreeOutcomes
 
 
 class Speculator:
@@ -73,6 +73,7 @@ class Speculator:
         self.fallbacks = Fallbacks(self._routing, self.trees, self.limit)
         shared = (self._routing, self.rows, self.hidden_states, self.costs, bounds)
         self.lookup_round, self.model_round = LookupRound(*shared), ModelRound(*shared)
+        self.outcomes = TreeOutcomes(self._routing, self.lookup_round, self.model_round)
         self.bounds = bounds
         self._gaps, self._model_yield = StepGaps(), ModelYield()
         # What look-up drafters have for the next step.
@@ -214,22 +215,6 @@ class Speculator:
         """Count ``num_steps`` overlapped steps, after which ``decoding`` still run."""
         lookups.end(num_steps, decoding)
         self.costs.begin_step(self.drafters, len(decoding), num_steps)
-
-    def observe(self, sequence: Sequence, draft: Draft, matched: Seq[int], shares: Seq[DrafterShare]) -> None:
-        """Learn from a verified tree, in which the walk went through the nodes ``matched``."""
-        depth = int(depths(draft.tree.parents).max())
-        has_model = any(self.drafters[share.drafter - 1].has_model for share in shares)
-        draft_round = self.model_round if has_model else self.lookup_round
-        draft_round.gate(sequence).observe(len(matched), depth)
-        for share in shares:
-            drafter = self.drafters[share.drafter - 1]
-            drafter.counters.add(share.num_drafted, share.accepted_depths)
-            if len(shares) == 1:
-                drafter.record.acceptance.observe(len(matched), depth)
-                # In a merged tree a node that several drafters proposed counts for one of them only.
-                drafter.record.watch.observe(len(share.accepted_depths))
-            mine = [node for node, source in enumerate(draft.sources) if source == share.drafter]
-            drafter.record.estimates.observe([draft.scores[node] for node in mine], [node in matched for node in mine])
 
     def _pays(self, drafter: DrafterHandle) -> bool:
         attachment = drafter.attachment

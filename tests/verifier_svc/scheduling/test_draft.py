@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,6 +42,17 @@ def is_sound(draft: Draft) -> bool:
 def test_nodes_to_a_depth(draft: Draft, most: int) -> None:
     cut = draft.to_depth(most)
     assert is_sound(cut) and paths(cut) == [path for path in paths(draft) if len(path) - 1 <= most]
+
+
+@given(drafts(), st.lists(st.integers(0, 3), max_size=5))
+def test_the_path_that_a_text_takes(draft: Draft, tokens: list[int]) -> None:
+    path, known = draft.along(tokens), paths(draft)
+    assert [known[node] for node in path] == [(ROOT, *tokens[:level]) for level in range(1, len(path) + 1)]
+    parents = draft.tree.parents.tolist()
+    assert all(parents[node] == above for above, node in pairwise([0, *path]))
+    last = path[-1] if path else 0
+    after = [int(token) for token, parent in zip(draft.tree.tokens, parents, strict=True) if parent == last]
+    assert len(path) == len(tokens) or tokens[len(path)] not in after
 
 
 @given(drafts(), st.integers(1, 12))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -283,11 +284,36 @@ def test_the_model_drafts_where_it_does_as_well_as_what_was_found(monkeypatch: p
     assert sum(found[:middle]) > 10 * sum(found[middle:])
 
 
+def test_look_ups_that_get_better_are_verified_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree that the model's was preferred to is scored by the text, too."""
+    monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 0.0)
+    monkeypatch.setattr(ResidentDrafting, "expected_tokens", lambda self, sequence: 1.2)
+    play = Play([request(seed=seed) for seed in range(1, 5)], range(NUM_TOKENS), num_steps=0)
+    # The model yields two tokens a step; a look-up four from the middle on, and mostly one before.
+    choose(play.runs, lambda step: Shape(4, 3, 1))
+    found_tree, chance = play.lookup._tree, random.Random(1)
+
+    def tree(asked: DraftRequest, row: int, known: list[int]) -> Nodes:
+        nodes = found_tree(asked, row, known)
+        is_right = len(known) > NUM_TOKENS // 2 or chance.random() < 0.25
+        return nodes if is_right else [nodes[0], *(((token + 1) % VOCAB, parent) for token, parent in nodes[1:])]
+
+    monkeypatch.setattr(play.lookup, "_tree", tree)
+    play.run()
+    found = [count for step in play.runs.steps for count in step.num_found]
+    # Mostly all four.
+    assert sum(found[-len(found) // 5 :]) > 2.5 * (len(found) // 5)
+
+
 def test_what_the_model_yields_beside_look_ups_is_learnt_from_a_few_rows() -> None:
     model = ModelYield()
     assert model.tokens(2.0, 8) == 2.0
-    compared = [model.is_compared() for _ in range(FIRST_EVERY * FIRST_ROWS + 10 * LATER_EVERY)]
-    assert sum(compared) == FIRST_ROWS + 10 and not any(compared[: FIRST_EVERY - 1])
+    compared = [model.is_compared() for _ in range(20_000)]
+    first = next(count for count in range(len(compared)) if sum(compared[:count]) == FIRST_ROWS)
+    assert first == pytest.approx(FIRST_EVERY * FIRST_ROWS, rel=0.5)
+    assert sum(compared[first:]) == pytest.approx((20_000 - first) / LATER_EVERY, rel=0.2)
+    # Rows come in the order of their seats: each is compared now and then.
+    assert all(any(compared[seat::16]) for seat in range(16))
     for _ in range(100):
         model.observe(6, 2.0)
     assert model.tokens(2.0, 8) == pytest.approx(6.0, rel=0.05)
