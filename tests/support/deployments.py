@@ -190,7 +190,7 @@ class SeenHarness(Harness):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.walks: dict[SequenceKey, Walks] = {}
-        observe = self.speculator.observe
+        observe = self.speculator.outcomes.observe
 
         def seen(sequence: Sequence, draft: Draft, matched: list[int], shares: Any) -> None:
             walks = self.walks.setdefault(sequence.key, Walks())
@@ -198,7 +198,7 @@ class SeenHarness(Harness):
             walks.depths.append(int(depths(draft.tree.parents).max()))
             observe(sequence, draft, matched, shares)
 
-        self.speculator.observe = seen  # type: ignore[method-assign, assignment]
+        self.speculator.outcomes.observe = seen  # type: ignore[method-assign, assignment]
 
 
 class Targets:
