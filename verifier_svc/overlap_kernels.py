@@ -1,4 +1,4 @@
-"""The kernels around the target's pass in an overlapped step: rows before it; sampling and what follows behind it."""
+"""The kernels of an overlapped step before the target's pass, which lay out its rows, and after it."""
 
 from __future__ import annotations
 

@@ -102,9 +102,8 @@ def prompt_passes(max_rows: int, max_seats: int, *, is_long: bool) -> Iterator[t
         max_rows: prompt tokens of a step, and rows of the largest such pass that has a graph.
         is_long: whether a prompt is long. A few of them usually fill a chunk, or join the pass of a step.
     """
-    *few, _ = PROMPT_SEQS
     for count in PROMPT_SEQS:
-        rows = max_rows - 1 if is_long and count in few else 0
+        rows = max_rows - 1 if is_long and count < PROMPT_SEQS[-1] else 0
         while rows < max_rows:
             rows = min(prompt_bucket(max(rows + 1, count)), max_rows)
             yield rows, min(count, max_seats)

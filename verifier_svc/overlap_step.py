@@ -71,6 +71,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
 
     Attributes:
         seating: who has a seat in the next step.
+
     Args:
         memory: the memory for results, trees and prompts' hidden states; see ``plain_memory``.
         order: the stream order with the drafter that uses ``memory``.

@@ -283,16 +283,8 @@ def test_captures_stay_within_the_largest_pass_and_write_no_kv_entries(folder: P
     """A server with small settings has fewer sizes to capture."""
     steps = Steps(folder, device, rows=40)
     cache = steps.runner.planes.fill_(1).clone()
-    assert (
-        len(
-            list(
-                steps.step.captures(
-                    EMBEDDING, [ShapeRows(1, 1), ShapeRows(NODES, NODES)], has_found=True, is_long=False
-                )
-            )
-        )
-        >= 2
-    )
+    shapes = [ShapeRows(1, 1), ShapeRows(NODES, NODES)]
+    assert len(list(steps.step.captures(EMBEDDING, shapes, has_found=True, is_long=False))) >= 2
     assert torch.equal(steps.runner.planes, cache)
     assert steps.step.num_in_flight == 0 and not any(steps.step.seating.seats)
 

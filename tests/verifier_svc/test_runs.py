@@ -280,7 +280,7 @@ def test_any_course_of_requests_with_lookups(
     monkeypatch.setattr(controllers, "PLAIN_AFTER", 4)
     if seed % 2:
         # Every tree that is found is verified, also where the model's promises more.
-        monkeypatch.setattr(Lookups, "_is_passed_over", lambda *_: False)
+        monkeypatch.setattr(Lookups, "_passes_over", lambda *_: False)
     course = Disturbed(seed, drafts=drafts, with_grammars=with_grammars, comes_and_goes=comes_and_goes, looks_up=True)
     launch_late_now_and_then(course, monkeypatch)
     course.run()

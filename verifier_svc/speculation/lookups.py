@@ -181,7 +181,7 @@ class Lookups:
         taken = [(index, seat) for index, seat in enumerate(seats) if seat is not None]
         tokens = {index: drafting.expected_tokens(seat.sequence) for index, seat in taken}
         if is_drafted:
-            drafts = {index: draft for index, draft in drafts.items() if not self._is_passed_over(draft, seats[index])}
+            drafts = {index: draft for index, draft in drafts.items() if not self._passes_over(draft, seats[index])}
         # Nodes that each draft has in any case: those that the step has rows for, and all of a fixed shape.
         free, num_rows = [], sum(seat.width for _, seat in taken)
         for index, draft in drafts.items():
@@ -198,8 +198,8 @@ class Lookups:
         best = {index: draft.best(count) for (index, draft), count in zip(drafts.items(), counts, strict=True)}
         return {index: draft for index, draft in best.items() if draft.tree.num_nodes > 1}
 
-    def _is_passed_over(self, draft: Draft, seat: Seat | None) -> bool:
-        """Return whether a seat verifies the model's tree although a look-up has found one.
+    def _passes_over(self, draft: Draft, seat: Seat | None) -> bool:
+        """Decide whether a seat verifies the model's tree although a look-up has found one; note it if so.
 
         It does where the model is known to do better on such text, or to learn whether it does.
         """
@@ -209,16 +209,14 @@ class Lookups:
         # There is no other tree in the first step, and the model yields no more than its deepest path.
         if not seat.has_stepped or promised > 1 + self._drafting.shape_of(sequence).depth:
             return False
-        if promised <= expected:
-            self._compared[sequence] = Compared(draft, None)
-            return True
+        promises_more = promised > expected
         # A fixed shape leaves no choice.
-        if expected <= 1.0 or self._round.bounds(sequence).is_fixed:
+        if promises_more and (expected <= 1.0 or self._round.bounds(sequence).is_fixed):
             return False
-        is_passed_over = self._model_yield.is_compared() or promised <= self._model_tokens(sequence)
-        if is_passed_over:
-            self._compared[sequence] = Compared(draft, expected)
-        return is_passed_over
+        if promises_more and not self._model_yield.is_compared() and promised > self._model_tokens(sequence):
+            return False
+        self._compared[sequence] = Compared(draft, expected if promises_more else None)
+        return True
 
     def take_compared(self) -> dict[Sequence, Compared]:
         """Return the rows of the next step whose tokens ``observe_model`` waits for."""

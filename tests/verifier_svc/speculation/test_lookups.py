@@ -110,7 +110,7 @@ class Play:
         return results
 
     def run_late(self, at: int, look: Callable[[int], None] = lambda number: None) -> None:
-        """Run two requests, of which the second comes at step ``at``. ``look``: called at the launch of each step."""
+        """Run two requests; the second comes at step ``at``. ``look`` is called at the launch of each step."""
         harness = self.runs.harness
         keys = [harness.submit(self._requests[0])]
 
