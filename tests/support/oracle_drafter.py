@@ -288,3 +288,5 @@ class _Attachment:
         if not self.is_open():
             raise TransportClosedError("closed")
         self._oracle.post(request)
+
+    post_aside = post
