@@ -45,13 +45,17 @@ class StepCosts:
         return max(seconds[left] + share * (seconds[right] - seconds[left]), seconds[0] * 0.5)
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """Move the curve towards a step that ran. The nearest measured counts move most."""
+        """Move the curve towards a step that ran: at its rows and above as much, below less and less.
+
+        Contexts and other processes slow each row down. If a few rows showed it and more rows were believed to be as
+        fast as ever, then rows beyond the few would look cheap.
+        """
         ratio = seconds / self.estimate(num_rows)
         # A step of three times the estimate was disturbed from outside; it says little of the next one.
         ratio = min(max(ratio, 1 / 3), 3.0)
         index = bisect.bisect_left(self._rows, num_rows)
         for i in range(len(self._rows)):
-            weight = CURVE_SMOOTHING / (1 + 2 * abs(i - index))
+            weight = CURVE_SMOOTHING / (1 + 2 * max(index - i, 0))
             self._seconds[i] *= 1 + weight * (ratio - 1)
 
 

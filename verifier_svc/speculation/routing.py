@@ -37,6 +37,8 @@ class DrafterRouting:
         self._new_handle, self._pays, self._rows = new_handle, pays, rows
         self._drafters: list[DrafterHandle] = []
         self._attached: list[DrafterHandle] = []
+        # The drafters of each row in this step: they are asked for many times.
+        self._of_row: dict[Sequence, Seq[DrafterHandle]] = {}
         # The row that tries a model; steps with such a row; all steps.
         self._trial: Sequence | None = None
         self._num_trial_steps = 0
@@ -64,6 +66,7 @@ class DrafterRouting:
             self._trial = None
         self._num_trial_steps += self._trial is not None
         self._attached = [drafter for drafter in self._drafters if drafter.is_attached]
+        self._of_row.clear()
 
     def add(self, source: DraftSource) -> None:
         """Add a drafter. Under a name that was detached it gets that name's number back.
@@ -80,6 +83,7 @@ class DrafterRouting:
                 )
         if sum(not drafter.is_detached for drafter in self._drafters) >= MAX_DRAFTERS:
             raise PreconditionError(f"a verifier has at most {MAX_DRAFTERS} drafters: detach one", field="name")
+        self._of_row.clear()
         drafter = self._drafter(source.name)
         if drafter is None:
             if len(self._drafters) >= MAX_DRAFTER_NAMES:
@@ -125,6 +129,16 @@ class DrafterRouting:
         from the first drafter, unless that is a model that does not pay. Beside a model it takes the first look-up
         drafter, which costs next to nothing to ask.
         """
+        drafters = self._of_row.get(sequence)
+        if drafters is None:
+            drafters = self._of_row[sequence] = self._choose(sequence)
+        return drafters
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is known of a sequence that ends."""
+        self._of_row.pop(sequence, None)
+
+    def _choose(self, sequence: Sequence) -> Seq[DrafterHandle]:
         if not self.is_wanted(sequence):
             return []
         wanted = sequence.speculation.drafter

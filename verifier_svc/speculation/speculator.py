@@ -131,6 +131,7 @@ class Speculator:
     def finish(self, sequence: Sequence) -> None:
         """Forget a sequence that ends; its last tokens go to its drafters with their next requests."""
         self.rows.forget(sequence)
+        self._routing.forget(sequence)
         if sequence.slot == NO_SLOT:
             return
         for drafter in self.drafters:

@@ -179,6 +179,14 @@ def test_observations_move_the_curve_and_most_where_they_were_made() -> None:
     assert 2.0 < costs.estimate(1) < 6.0
 
 
+def test_rows_that_none_was_seen_of_do_not_look_cheap() -> None:
+    """Plain steps of 8 rows that contexts and other processes slow down say as much of 16 rows."""
+    costs = StepCosts({1: 2.0, 8: 4.0, 16: 8.0})
+    for _ in range(500):
+        costs.observe(8, 12.0)
+    assert costs.estimate(16) == pytest.approx(2 * costs.estimate(8))
+
+
 def test_one_disturbed_step_says_little() -> None:
     costs = StepCosts({1: 2.0, 8: 4.0})
     costs.observe(1, 200.0)
