@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 class Drafter(Protocol):
     """Proposes trees. A new drafter is a file that implements this, and a row in drafter_svc/algorithms.py.
 
-    Calls come one at a time, from one thread unless it is a ``ReleasesGil``. An exception ends the attachment, never a
-    request.
+    Calls come from one thread. An exception ends the attachment, never a request.
     """
 
     @property
@@ -73,14 +72,4 @@ class DraftsResident(Protocol):
         Called after ``set_resident`` while no request waits; one that comes meanwhile has to. Does
         nothing between the first and the last request of a run.
         """
-        ...
-
-
-@runtime_checkable
-class ReleasesGil(Protocol):
-    """A Drafter whose work is compiled, so that other threads run meanwhile."""
-
-    @property
-    def releases_gil(self) -> bool:
-        """Whether a verifier in the same process may call ``draft`` from a thread of its own."""
         ...

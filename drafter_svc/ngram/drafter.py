@@ -47,7 +47,6 @@ class NgramDrafter:
     """
 
     algorithm = "NGRAM"
-    releases_gil = True
 
     def __init__(self, settings: NgramSettings) -> None:
         self._settings = settings

@@ -12,22 +12,19 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import sub
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from foretoken.drafter import Drafter, ReleasesGil
+from foretoken.drafter import Drafter
 from foretoken.drafting import RAGGED_COLUMNS, ROW_DTYPE, DraftBatch, DraftRequest, TargetInfo
 from foretoken.transports.draft_parts import split_request
 from foretoken.tree import Int32
 
 if TYPE_CHECKING:
     from foretoken.resident import ResidentMemory
-
-Result = TypeVar("Result")
 
 # New tokens of one request on the wire. Larger requests are split; four long prompts take a few
 # parts.
@@ -38,8 +35,6 @@ MAX_HIDDEN_BYTES = 16 << 20
 # A request has a row for each running sequence, and for each sequence that ended since the last
 # request.
 ROWS_PER_SLOT = 2
-# New tokens from which a request is worth a change of threads, which takes as long as some ten tokens.
-LEAST_ASIDE = 64
 # Requests that may be unanswered. Further ones wait at the verifier.
 WINDOW = 4
 # Requests that may wait before new ones are dropped: a drafter so far behind is as good as gone.
@@ -109,10 +104,6 @@ class DraftTransport(ABC):
     @abstractmethod
     def post(self, request: DraftRequest) -> None:
         """Send a request without waiting. Raises TransportClosedError if the drafter is gone."""
-
-    def post_aside(self, request: DraftRequest) -> None:
-        """Send a request whose reply this step does not wait for. Raises as ``post``."""
-        self.post(request)
 
     @abstractmethod
     def receive(self, timeout_s: float) -> DraftBatch | None:
@@ -405,10 +396,9 @@ class QueuedTransport(DraftTransport):
 
 
 class InProcessTransport(DraftTransport):
-    """A transport to a drafter in the same process, whose ``post`` drafts in the caller's thread.
+    """A transport to a drafter in the same process and thread, whose ``post`` drafts.
 
-    It isolates nothing. What a step does not wait for is drafted by a thread of its own, if the
-    drafter releases the GIL. The drafter still has one call at a time.
+    It isolates nothing.
     """
 
     name = "in-process"
@@ -425,13 +415,9 @@ class InProcessTransport(DraftTransport):
         self._drafter = drafter
         self._counters = counters
         self._batch: DraftBatch | None = None
-        is_free = isinstance(drafter, ReleasesGil) and drafter.releases_gil
-        self._aside = ThreadPoolExecutor(1, thread_name_prefix="drafter") if is_free else None
-        # What that thread drafts now, until its end was seen.
-        self._drafting: Future[DraftBatch | None] | None = None
 
     def is_open(self) -> bool:
-        """Return whether the drafter has not raised, as far as that was seen."""
+        """Return whether the drafter has not raised."""
         return not self._closed
 
     def post(self, request: DraftRequest) -> None:
@@ -440,68 +426,39 @@ class InProcessTransport(DraftTransport):
         Raises TransportClosedError if the drafter raises, which ends its attachment.
         """
         with self._lock:
-            self._settle()
-            self._batch = self._call(lambda: self._draft(request))
-
-    def post_aside(self, request: DraftRequest) -> None:
-        """Begin to draft, if possible in another thread.
-
-        Raises as ``post``, there for what the last request of this kind raised.
-        """
-        if self._aside is None or len(request.new_tokens) < LEAST_ASIDE:
-            self.post(request)
-            return
-        with self._lock:
-            self._settle()
+            self._check_open()
             self._batch = None
-            self._drafting = self._aside.submit(self._draft, request)
+            try:
+                self._batch = answer(self._drafter, request)
+            except MalformedBatchError:
+                self._counters.num_malformed += 1
+                return
+            except Exception as error:
+                self._closed = True
+                raise TransportClosedError(f"the drafter raised {error!r}") from error
+            if (self._batch.epoch, self._batch.step_id) != (request.epoch, request.step_id):
+                self._counters.num_malformed += 1
+                self._batch = None
 
     def receive(self, timeout_s: float) -> DraftBatch | None:
-        """Return the reply, however long that takes; None if it was malformed."""
+        """Return the reply at once; None if it was malformed."""
         with self._lock:
-            self._settle()
+            self._check_open()
             batch, self._batch = self._batch, None
             return batch
 
     def is_idle(self) -> bool:
-        drafting = self._drafting
-        return drafting is None or drafting.done()
+        return True
 
     def release(self, slots: Sequence[int]) -> None:
         with self._lock:
-            self._settle()
-            self._call(lambda: self._drafter.release(slots))
+            self._check_open()
+            try:
+                self._drafter.release(slots)
+            except Exception as error:
+                self._closed = True
+                raise TransportClosedError(f"the drafter raised {error!r}") from error
 
     def close(self) -> None:
-        """End the thread too, after what it drafts now."""
         with self._lock:
             self._closed = True
-            if self._aside is not None:
-                self._aside.shutdown()
-
-    def _settle(self) -> None:
-        """Wait until the other thread is done. Raises TransportClosedError if the drafter raised, now or before."""
-        self._check_open()
-        drafting, self._drafting = self._drafting, None
-        if drafting is not None:
-            self._batch = self._call(drafting.result)
-
-    def _draft(self, request: DraftRequest) -> DraftBatch | None:
-        """Return the reply; None if it is malformed."""
-        try:
-            batch = answer(self._drafter, request)
-        except MalformedBatchError:
-            self._counters.num_malformed += 1
-            return None
-        if (batch.epoch, batch.step_id) != (request.epoch, request.step_id):
-            self._counters.num_malformed += 1
-            return None
-        return batch
-
-    def _call(self, call: Callable[[], Result]) -> Result:
-        """Return what ``call`` does. Raises TransportClosedError if it raises: the drafter has failed."""
-        try:
-            return call()
-        except Exception as error:
-            self._closed = True
-            raise TransportClosedError(f"the drafter raised {error!r}") from error

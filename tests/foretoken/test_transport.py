@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from foretoken.drafting import DeviceStep, DraftBatch, DraftRequest
 from foretoken.transports.draft_parts import split_request
 from foretoken.transports.transport import (
-    LEAST_ASIDE,
     MAX_WAITING,
     WINDOW,
     InProcessTransport,
@@ -219,70 +217,6 @@ def test_in_process_drafter_that_raises_closes_the_transport() -> None:
         transport.post(draft_request([[1]], salts=[POISON_SALT]))
     with pytest.raises(TransportClosedError):
         transport.receive(1.0)
-
-
-class AsideDrafter(MirrorDrafter):
-    """A drafter that may be called from another thread. It waits there until a test lets it go on."""
-
-    releases_gil = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go_on = threading.Event()
-        self.threads: list[threading.Thread] = []
-        self.step_ids: list[int] = []
-
-    def draft(self, request: DraftRequest) -> DraftBatch:
-        self.threads.append(threading.current_thread())
-        if threading.current_thread() is not threading.main_thread():
-            assert self.go_on.wait(30)
-        self.step_ids.append(request.step_id)
-        return super().draft(request)
-
-
-def long_request(step_id: int, **fields: Any) -> DraftRequest:
-    return draft_request([list(range(LEAST_ASIDE))], step_id=step_id, **fields)
-
-
-def test_what_nobody_waits_for_is_drafted_beside_the_caller() -> None:
-    drafter = AsideDrafter()
-    transport = InProcessTransport(drafter, TransportCounters())
-    transport.post_aside(long_request(1))
-    assert not transport.is_idle() and not drafter.step_ids, "the caller goes on"
-    drafter.go_on.set()
-    transport.post(draft_request([[7]], step_id=2, lengths=[LEAST_ASIDE + 1]))
-    batch = transport.receive(0.0)
-    assert batch is not None and batch.step_id == 2
-    assert drafter.step_ids == [1, 2], "one call at a time, in order"
-    transport.post_aside(long_request(3))
-    batch = transport.receive(0.0)
-    assert batch is not None and batch.step_id == 3 and transport.is_idle()
-    assert [thread is threading.main_thread() for thread in drafter.threads] == [False, True, False]
-    transport.close()
-    assert not any(thread.is_alive() for thread in drafter.threads if thread is not threading.main_thread())
-
-
-def test_few_tokens_and_drafters_that_hold_the_gil_stay_in_the_callers_thread() -> None:
-    drafter = AsideDrafter()
-    transport = InProcessTransport(drafter, TransportCounters())
-    transport.post_aside(draft_request([[5]], step_id=1))
-    assert drafter.threads == [threading.main_thread()]
-    holding = MirrorDrafter()
-    transport = InProcessTransport(holding, TransportCounters())
-    transport.post_aside(long_request(1))
-    assert holding.num_requests == 1, "at once"
-
-
-def test_a_drafter_that_raises_beside_the_caller_closes_the_transport_at_the_next_call() -> None:
-    drafter = AsideDrafter()
-    drafter.go_on.set()
-    transport = InProcessTransport(drafter, TransportCounters())
-    transport.post_aside(long_request(1, salts=[POISON_SALT]))
-    with pytest.raises(TransportClosedError, match="poisoned"):
-        transport.release([0])
-    assert not transport.is_open()
-    with pytest.raises(TransportClosedError):
-        transport.post(draft_request([[1]]))
 
 
 def test_same_request_helper_sees_a_difference() -> None:

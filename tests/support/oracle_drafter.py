@@ -288,5 +288,3 @@ class _Attachment:
         if not self.is_open():
             raise TransportClosedError("closed")
         self._oracle.post(request)
-
-    post_aside = post

@@ -210,10 +210,7 @@ class Attachment:
             if released:
                 self.transport.release(released)
             request = self._fed_request(rows) if is_fed else request_of(self._settings.epoch, self._step_id, rows)
-            if any(row.awaited for row in rows):
-                self.transport.post(request)
-            else:
-                self.transport.post_aside(request)
+            self.transport.post(request)
         except TransportClosedError as error:
             self._record.source.report_failure(str(error))
             return

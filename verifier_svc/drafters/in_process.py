@@ -61,7 +61,7 @@ class InProcessClient(DraftSource):
 
     def close(self) -> None:
         self._retry_at = None
-        self._drop_transport()
+        self._transport = None
 
     def report_failure(self, reason: str) -> None:
         if self._transport is None:
@@ -104,14 +104,8 @@ class InProcessClient(DraftSource):
         logger.info("drafter %s (%s) attached in-process", self.name, self.algorithm)
         self._look_at_gauges()
 
-    def _drop_transport(self) -> None:
-        """Close the transport, so that the drafter has no call when it is attached again."""
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
-
     def _break(self, reason: str) -> None:
-        self._drop_transport()
+        self._transport = None
         self.gauges = {}
         self.state, self.reason = "broken", reason
         self._retry_at = self._clock() + self._breaker.next_backoff_s()

@@ -284,8 +284,6 @@ class SlowSource:
     def post(self, request: DraftRequest) -> None:
         self._inside.transport.post(request)  # type: ignore[union-attr]
 
-    post_aside = post
-
     def release(self, slots: Any) -> None:
         self._inside.transport.release(slots)  # type: ignore[union-attr]
 
