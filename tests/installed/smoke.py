@@ -22,7 +22,7 @@ EXTRAS = ("triton", "cuda", "flashinfer", "ray", "zmq", "msgspec", "opentelemetr
 COMMANDS = {
     "": (
         *("serve", "gateway", "verifier", "drafter", "doctor", "train", "convert", "probe", "complete"),
-        *("bench", "tune", "corpus", "drafters", "key"),
+        *("bench", "tune", "top", "corpus", "drafters", "key"),
     ),
     "corpus": ("add", "list", "remove"),
     "drafters": ("list", "attach", "detach"),
