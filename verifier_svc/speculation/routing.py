@@ -83,7 +83,6 @@ class DrafterRouting:
                 )
         if sum(not drafter.is_detached for drafter in self._drafters) >= MAX_DRAFTERS:
             raise PreconditionError(f"a verifier has at most {MAX_DRAFTERS} drafters: detach one", field="name")
-        self._of_row.clear()
         drafter = self._drafter(source.name)
         if drafter is None:
             if len(self._drafters) >= MAX_DRAFTER_NAMES:
