@@ -51,7 +51,7 @@ async def serve(settings: DrafterSettings, make: Callable[[], Drafter], spin_us:
     tracer = make_tracer(settings.otlp_traces_endpoint, "drafter")
     with rpc.stop_signals() as stop:
         server = rpc.link_server(settings.address, credentials)
-        health = rpc.Health(server, (SERVICE_NAME,))
+        health = rpc.HealthService(server, (SERVICE_NAME,))
         await health.mark(False)
         rpc.bind(server, settings.address, credentials)
         thread = DrafterThread(make, spin_us, counts_rounds=tracer is not None)

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from drafter_svc.session import Attachment
+from drafter_svc.session import AttachedVerifier
 from drafter_svc.thread import DrafterThread
 from foretoken import __version__, limits, tracing
 from foretoken.corpora import Corpora, CorpusInfo, token_ids_from
@@ -163,7 +163,7 @@ def _target_of(message: drafter_pb2.TargetInfo) -> TargetInfo:
 
 
 async def _until_ended(
-    requests: AsyncIterator[drafter_pb2.DraftRequest], attachment: Attachment
+    requests: AsyncIterator[drafter_pb2.DraftRequest], attachment: AttachedVerifier
 ) -> AsyncGenerator[drafter_pb2.DraftRequest, None]:
     """Yield the stream's requests. Raises UnavailableError when the attachment ends first."""
     loop = asyncio.get_running_loop()

@@ -25,7 +25,7 @@ from foretoken.transports.transport import TransportClosedError, answer
 logger = logging.getLogger(__name__)
 
 
-class Attachment:
+class AttachedVerifier:
     """One verifier's hold on the drafter. ``ended`` resolves to the reason when it ends."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Session:
     def __init__(self, drafter: Drafter, *, counts_rounds: bool = False) -> None:
         """``counts_rounds``: whether ``rounds`` will be asked for."""
         self.drafter = drafter
-        self.attachment: Attachment | None = None
+        self.attachment: AttachedVerifier | None = None
         self.peer: ArenaPeer | None = None
         # The drafter, while it has device memory of the attachment.
         self._resident: DraftsResident | None = None
@@ -55,7 +55,7 @@ class Session:
         # Of the attachment, if rounds are counted.
         self._rounds: RoundCounts | None = None
 
-    def attach(self, epoch: int, target: TargetInfo, arena_socket: str) -> tuple[Attachment, str, bytes]:
+    def attach(self, epoch: int, target: TargetInfo, arena_socket: str) -> tuple[AttachedVerifier, str, bytes]:
         """As DrafterThread.attach."""
         self._check_free(epoch)
         self.end("another attachment took its place")
@@ -74,18 +74,18 @@ class Session:
                 self._resident = self.drafter
             undo.pop_all()
         self.peer = peer
-        self.attachment = Attachment(epoch, target, needs, "grpc" if peer is None else "shared-memory")
+        self.attachment = AttachedVerifier(epoch, target, needs, "grpc" if peer is None else "shared-memory")
         self._rounds = RoundCounts(target.max_slots) if self._counts_rounds else None
         logger.info("attached over %s: epoch %d", self.attachment.transport, epoch)
         logger.debug("the target: %s", target)
         return self.attachment, self.drafter.algorithm, b"" if peer is None else peer.digest
 
-    def detach(self, attachment: Attachment, reason: str) -> None:
+    def detach(self, attachment: AttachedVerifier, reason: str) -> None:
         """End an attachment; do nothing if it has ended."""
         if attachment is self.attachment:
             self.end(reason)
 
-    def draft(self, attachment: Attachment, request: DraftRequest) -> DraftBatch:
+    def draft(self, attachment: AttachedVerifier, request: DraftRequest) -> DraftBatch:
         """As DrafterThread.draft."""
         if attachment is not self.attachment:
             raise UnavailableError("the attachment has ended")

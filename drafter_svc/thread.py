@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from drafter_svc.rounds import SequenceRounds
-from drafter_svc.session import Attachment, Session
+from drafter_svc.session import AttachedVerifier, Session
 from foretoken.corpora import Corpora
 from foretoken.drafter import Drafter
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
@@ -55,11 +55,11 @@ class DrafterThread:
         self._thread.start()
 
     @property
-    def attachment(self) -> Attachment | None:
+    def attachment(self) -> AttachedVerifier | None:
         """The current attachment."""
         return None if self._session is None else self._session.attachment
 
-    def attach(self, epoch: int, target: TargetInfo, arena_socket: str) -> Future[tuple[Attachment, str, bytes]]:
+    def attach(self, epoch: int, target: TargetInfo, arena_socket: str) -> Future[tuple[AttachedVerifier, str, bytes]]:
         """Start an attachment. Return it, the algorithm and, for an arena, the self-test's digest.
 
         ``arena_socket``: the path that hands over the arena; empty for the stream. Raises
@@ -75,7 +75,7 @@ class DrafterThread:
         """
         return self._submit(lambda session: session.drafter.needs(target))
 
-    def draft(self, attachment: Attachment, request: DraftRequest) -> Future[DraftBatch]:
+    def draft(self, attachment: AttachedVerifier, request: DraftRequest) -> Future[DraftBatch]:
         """Draft for a stream.
 
         Raises UnavailableError if the attachment has ended, or if the drafter fails now.
@@ -109,7 +109,7 @@ class DrafterThread:
         """
         return self._submit(lambda session: session.corpora())
 
-    def detach(self, attachment: Attachment, reason: str) -> Future[None]:
+    def detach(self, attachment: AttachedVerifier, reason: str) -> Future[None]:
         """End an attachment; do nothing if it has ended."""
         return self._submit(lambda session: session.detach(attachment, reason))
 

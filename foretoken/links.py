@@ -26,7 +26,7 @@ METADATA_KEY = "authorization"
 _SCHEME = "Bearer "
 
 
-class Caller(Enum):
+class AllowedCaller(Enum):
     """Who may make a call over TCP."""
 
     # Everybody who reaches the port.
@@ -37,7 +37,7 @@ class Caller(Enum):
     OPERATOR = auto()
 
 
-def _calls(service: str, caller: Caller, *names: str) -> dict[str, Caller]:
+def _calls(service: str, caller: AllowedCaller, *names: str) -> dict[str, AllowedCaller]:
     return {f"/{service}/{name}": caller for name in names}
 
 
@@ -45,19 +45,21 @@ _VERIFIER = "foretoken.verifier.v1.VerifierService"
 _DRAFTER = "foretoken.drafter.v1.DrafterService"
 # A call that is missing here is an operator's. With certificates the handshake comes before all of
 # them.
-CALLERS: dict[str, Caller] = {
-    **_calls("grpc.health.v1.Health", Caller.ANYBODY, "Check", "List", "Watch"),
-    **_calls("grpc.reflection.v1alpha.ServerReflection", Caller.PEER, "ServerReflectionInfo"),
-    **_calls(_VERIFIER, Caller.PEER, "Session", "Generate", "GetInfo"),
-    **_calls(_VERIFIER, Caller.OPERATOR, "AddCorpus", "RemoveCorpus", "ListCorpora", "AttachDrafter", "DetachDrafter"),
-    **_calls(_VERIFIER, Caller.OPERATOR, "FlushCache"),
-    **_calls(_DRAFTER, Caller.PEER, "Prepare", "Attach", "Draft", "Release", "TraceSequence", "GetInfo"),
-    **_calls(_DRAFTER, Caller.OPERATOR, "AddCorpus", "RemoveCorpus", "ListCorpora"),
+CALLERS: dict[str, AllowedCaller] = {
+    **_calls("grpc.health.v1.Health", AllowedCaller.ANYBODY, "Check", "List", "Watch"),
+    **_calls("grpc.reflection.v1alpha.ServerReflection", AllowedCaller.PEER, "ServerReflectionInfo"),
+    **_calls(_VERIFIER, AllowedCaller.PEER, "Session", "Generate", "GetInfo"),
+    **_calls(
+        _VERIFIER, AllowedCaller.OPERATOR, "AddCorpus", "RemoveCorpus", "ListCorpora", "AttachDrafter", "DetachDrafter"
+    ),
+    **_calls(_VERIFIER, AllowedCaller.OPERATOR, "FlushCache"),
+    **_calls(_DRAFTER, AllowedCaller.PEER, "Prepare", "Attach", "Draft", "Release", "TraceSequence", "GetInfo"),
+    **_calls(_DRAFTER, AllowedCaller.OPERATOR, "AddCorpus", "RemoveCorpus", "ListCorpora"),
 }
 
 
 @dataclass(frozen=True)
-class Certificates:
+class LinkCertificates:
     """PEM files of one service: its chain and key, and the authority that signs its peers'."""
 
     chain: bytes
@@ -70,7 +72,7 @@ class LinkCredentials:
     """What a service shows its peers over TCP, and expects from them."""
 
     token: str | None = field(default=None, repr=False)
-    certificates: Certificates | None = None
+    certificates: LinkCertificates | None = None
 
 
 NO_CREDENTIALS = LinkCredentials()
@@ -164,13 +166,13 @@ class LinkInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        caller = CALLERS.get(handler_call_details.method, Caller.OPERATOR)
-        refusal = None if caller is Caller.ANYBODY else self._refusal(caller, handler_call_details)
+        caller = CALLERS.get(handler_call_details.method, AllowedCaller.OPERATOR)
+        refusal = None if caller is AllowedCaller.ANYBODY else self._refusal(caller, handler_call_details)
         return await continuation(handler_call_details) if refusal is None else _refuse(refusal)
 
-    def _refusal(self, caller: Caller, details: grpc.HandlerCallDetails) -> ForetokenError | None:
+    def _refusal(self, caller: AllowedCaller, details: grpc.HandlerCallDetails) -> ForetokenError | None:
         if self._expected is None:
-            if caller is Caller.PEER:
+            if caller is AllowedCaller.PEER:
                 return None
             return PermissionDeniedError(
                 "an operator's call over TCP needs --link-token-file or certificates at this service and its peers"
@@ -217,7 +219,7 @@ def _read_token(path: Path | None) -> str | None:
     return token
 
 
-def _read_certificates(settings: LinkSettings) -> Certificates | None:
+def _read_certificates(settings: LinkSettings) -> LinkCertificates | None:
     """Read the certificates and check that they belong together."""
     if settings.link_certfile is None or settings.link_keyfile is None or settings.link_ca is None:
         return None
@@ -236,7 +238,7 @@ def _read_certificates(settings: LinkSettings) -> Certificates | None:
         context.load_verify_locations(settings.link_ca)
     except OSError as error:
         raise ConfigError(f"--link-ca: {settings.link_ca} holds no certificate in PEM: {error}") from None
-    return Certificates(chain, key, authority)
+    return LinkCertificates(chain, key, authority)
 
 
 def _read_pem(flag: str, path: Path) -> bytes:

@@ -183,7 +183,7 @@ def remove_socket(address: str) -> None:
         path.unlink(missing_ok=True)
 
 
-class Health:
+class HealthService:
     """Serves grpc.health.v1 and reflection for one server.
 
     The empty name stands for the process: it is SERVING while the server answers, even while it

@@ -90,7 +90,7 @@ class Gateway:
             files = settings.certificate_files
             self._certificates = None if files is None else Certificates(files)
             self._grpc = self._grpc_server(reuse_port=is_worker)
-            self._health = rpc.Health(self._grpc, (SERVICE_NAME,))
+            self._health = rpc.HealthService(self._grpc, (SERVICE_NAME,))
             await self._health.mark(False)
             gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(self.core), self._grpc)
             credentials = None if self._certificates is None else self._certificates.grpc

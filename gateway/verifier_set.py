@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from gateway.discovery.source import VerifierSource
 from gateway.routing.defaults import DEFAULT_LOAD_BOUND
 from gateway.routing.fleet import Fleet
-from gateway.routing.router import Reason, Router
+from gateway.routing.router import Router, RoutingReason
 from gateway.verifier_client import VerifierClient
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class VerifierSet:
         """``on_change`` is awaited when verifiers were added or begin to leave."""
         self._source = source
         # How often each reason decided.
-        self.num_routed: Counter[str] = Counter(dict.fromkeys(Reason, 0))
+        self.num_routed: Counter[str] = Counter(dict.fromkeys(RoutingReason, 0))
         self._make_client = make_client
         self._on_change = on_change
         self._fleet = Fleet()

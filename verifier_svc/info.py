@@ -12,7 +12,7 @@ from verifier_svc.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
-class VerifierInfo:
+class VerifierConstants:
     """Constants of one start. ``epoch`` is a random number drawn at each start."""
 
     epoch: int
@@ -70,7 +70,7 @@ def load(engine: Engine) -> verifier_pb2.Load:
 
 
 # Fields that the answer has under the same name.
-_CONSTANTS = wire.field_names(VerifierInfo, without=("limits",))
+_CONSTANTS = wire.field_names(VerifierConstants, without=("limits",))
 
 
 def drafter_state(drafter: DrafterHandle) -> verifier_pb2.DrafterState:

@@ -40,7 +40,7 @@ from verifier_svc.drafters.registry import DrafterRegistry
 from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.drafters.source import DraftSource
 from verifier_svc.engine import Engine
-from verifier_svc.info import VerifierInfo
+from verifier_svc.info import VerifierConstants
 from verifier_svc.lifecycle import SequenceBounds
 from verifier_svc.model.calibration import measure_step_costs
 from verifier_svc.model.memory_plan import MemoryPlan
@@ -115,7 +115,7 @@ class Verifier:
     """An engine and its parts. ``close`` ends its thread and its drafters' attachments."""
 
     engine: Engine
-    info: VerifierInfo
+    info: VerifierConstants
     grammars: GrammarCompiler
     clients: DrafterClients
     kv_events: KvEventPublisher | None = None
@@ -260,7 +260,7 @@ def _assemble(
         # Only overlapped steps need the masks of a tree before it is walked.
         looks_ahead=target.run_ahead is not None,
     )
-    info = VerifierInfo(
+    info = VerifierConstants(
         epoch=clients.epoch,
         model_name=settings.served_model_name,
         model_fingerprint=runner.fingerprint,
@@ -301,7 +301,7 @@ async def _serve(settings: VerifierSettings, in_process_drafters: Mapping[str, D
     check_listener(settings.address, credentials, is_insecure=settings.insecure_links)
     tracer = make_tracer(settings.otlp_traces_endpoint, "verifier")
     server = rpc.link_server(settings.address, credentials)
-    health = rpc.Health(server, (SERVICE_NAME,))
+    health = rpc.HealthService(server, (SERVICE_NAME,))
     await health.mark(False)
     with rpc.stop_signals() as stop:
         # Bind before loading the model, so that an address in use fails at once.

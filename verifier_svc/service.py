@@ -27,7 +27,7 @@ from verifier_svc.drafters.awaited import AwaitedDrafters
 from verifier_svc.drafters.corpora import DrafterCorpora
 from verifier_svc.drafters.registry import DrafterRegistry
 from verifier_svc.engine import Engine
-from verifier_svc.info import VerifierInfo, drafter_state, load
+from verifier_svc.info import VerifierConstants, drafter_state, load
 from verifier_svc.messages import ErrorEvent, FinishedEvent, FlushCache, TokensEvent
 from verifier_svc.open_session import OpenSession
 from verifier_svc.sampling.grammar_compiler import GrammarCompiler
@@ -44,7 +44,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
     def __init__(
         self,
         engine: Engine,
-        info: VerifierInfo,
+        info: VerifierConstants,
         tracer: Tracer | None = None,
         corpora: DrafterCorpora | None = None,
         grammars: GrammarCompiler | None = None,

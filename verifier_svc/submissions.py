@@ -14,7 +14,7 @@ from foretoken.sampling import SpeculationOptions
 from foretoken.wire import sampling_from_proto, speculation_from_proto
 from protos import verifier_pb2
 from verifier_svc.engine import Engine
-from verifier_svc.info import VerifierInfo
+from verifier_svc.info import VerifierConstants
 from verifier_svc.messages import Abort, ErrorEvent, SequenceKey, Submit
 from verifier_svc.open_session import OpenSession
 from verifier_svc.sampling.grammar_compiler import GrammarCompiler
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class Submissions:
     """Handle the submissions and aborts of sessions. Only the event loop uses it."""
 
-    def __init__(self, engine: Engine, info: VerifierInfo, grammars: GrammarCompiler | None) -> None:
+    def __init__(self, engine: Engine, info: VerifierConstants, grammars: GrammarCompiler | None) -> None:
         """Without ``grammars``, refuse sequences that have a grammar."""
         self._engine, self._info, self._grammars = engine, info, grammars
         # Sequences whose grammar is being compiled. The engine does not know them yet.

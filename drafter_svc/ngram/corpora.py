@@ -25,7 +25,7 @@ from foretoken.tree import Int32
 EXTERNAL_SCAN = 32
 
 
-class Corpora(NamedTuple):
+class SortedCorpora(NamedTuple):
     """Attributes:
     tokens: int32 [n]; each corpus' texts with a GAP before and after each.
     order: int32 [n]; places in ``tokens``, sorted by the tokens that end there, the last token
@@ -37,7 +37,7 @@ class Corpora(NamedTuple):
 
 
 def sort_places(tokens: Int32, window: int) -> Int32:
-    """Return ``Corpora.order``, exact for contexts of ``window`` tokens.
+    """Return ``SortedCorpora.order``, exact for contexts of ``window`` tokens.
 
     Prefix doubling (Manber and Myers, 1990) on the reversed text: each round doubles the tokens
     compared.
@@ -74,7 +74,7 @@ def is_before(tokens: Int32, place: int, own: Int32, most: int) -> bool:
 
 
 @inlined
-def find_external(corpora: Corpora, own: Int32, options: Int64, scanned: Int32) -> tuple[int, int]:
+def find_external(corpora: SortedCorpora, own: Int32, options: Int64, scanned: Int32) -> tuple[int, int]:
     """Fill ``scanned`` with the longest matches of the end of ``own``.
 
     Return (places, matched tokens).
@@ -109,7 +109,7 @@ def find_external(corpora: Corpora, own: Int32, options: Int64, scanned: Int32) 
 
 
 @inlined
-def rank_continuations(corpora: Corpora, scanned: Int32, count: int, by_frequency: bool, tallies: Int64) -> int:
+def rank_continuations(corpora: SortedCorpora, scanned: Int32, count: int, by_frequency: bool, tallies: Int64) -> int:
     """Keep one place for each continuation in ``scanned``, in the order of drafting.
 
     Return how many.
@@ -177,7 +177,7 @@ class CorpusStore:
             kept = self.index.tokens[own] if append and name in self._sizes else _GAPS
             rest = np.delete(self.index.tokens, own) if name in self._sizes else self.index.tokens
             tokens = np.concatenate([rest, kept, token_ids.astype(np.int32), _GAPS])
-            index = Corpora(tokens, sort_places(tokens, self._window))
+            index = SortedCorpora(tokens, sort_places(tokens, self._window))
             self._sizes.pop(name, None)
             # The gap before a corpus counts as its own.
             self._sizes[name] = (max(entries, 1) + len(token_ids) + 1, held + len(token_ids))
@@ -192,7 +192,7 @@ class CorpusStore:
             kept[self._slice(name)] = False
             moved = np.cumsum(kept, dtype=np.int32) - 1
             order = self.index.order[kept[self.index.order]]
-            self.index = Corpora(self.index.tokens[kept], moved[order])
+            self.index = SortedCorpora(self.index.tokens[kept], moved[order])
             del self._sizes[name]
 
     def list(self) -> tuple[CorpusInfo, ...]:
@@ -215,4 +215,4 @@ class CorpusStore:
 
 
 _GAPS = np.array([GAP], np.int32)
-_EMPTY = Corpora(np.zeros(0, np.int32), np.zeros(0, np.int32))
+_EMPTY = SortedCorpora(np.zeros(0, np.int32), np.zeros(0, np.int32))

@@ -46,7 +46,7 @@ from drafter_svc.ngram.candidates import (
     offer,
     pop_heap,
 )
-from drafter_svc.ngram.corpora import Corpora, find_external, rank_continuations
+from drafter_svc.ngram.corpora import SortedCorpora, find_external, rank_continuations
 from drafter_svc.ngram.sequences import (
     BY_FREQUENCY,
     GAP,
@@ -113,7 +113,7 @@ class Tree(NamedTuple):
     scores: Float32
 
 
-class Texts(NamedTuple):
+class RowTexts(NamedTuple):
     """The texts of one row. Its nodes hold places in them. Attributes:
     predicted: int32 [any]; the client's prediction.
     own: int32 [any]; the sequence's own text.
@@ -235,7 +235,14 @@ def offer_text(
 
 @inlined
 def offer_external(
-    trie: Trie, corpora: Corpora, scratch: Scratch, options: Int64, first: int, window: int, count: int, weight: float
+    trie: Trie,
+    corpora: SortedCorpora,
+    scratch: Scratch,
+    options: Int64,
+    first: int,
+    window: int,
+    count: int,
+    weight: float,
 ) -> None:
     """Offer at the root the continuations of the ``count`` scanned places of the corpora."""
     by_frequency = options[BY_FREQUENCY] != 0
@@ -261,7 +268,7 @@ def offer_external(
 
 
 @inlined
-def expand(trie: Trie, corpora: Corpora, scratch: Scratch, options: Int64, at: int, texts: Texts) -> None:
+def expand(trie: Trie, corpora: SortedCorpora, scratch: Scratch, options: Int64, at: int, texts: RowTexts) -> None:
     """Offer the children of tree node ``at``."""
     weight, first, parent = scratch.grown_weights[at], scratch.sizes[CANDIDATES], scratch.grown[at]
     node, window = int(parent[NODE]), int(parent[WINDOW])
@@ -295,7 +302,7 @@ def expand(trie: Trie, corpora: Corpora, scratch: Scratch, options: Int64, at: i
 
 
 @inlined
-def start_tree(trie: Trie, sequences: Sequences, scratch: Scratch, options: Int64, slot: int) -> Texts:
+def start_tree(trie: Trie, sequences: Sequences, scratch: Scratch, options: Int64, slot: int) -> RowTexts:
     """Fill the contexts and the root of a slot's tree."""
     for w in range(len(scratch.contexts)):
         alive = sequences.stamps[slot, w] >= trie.counters[OLDEST_STAMP]
@@ -309,7 +316,7 @@ def start_tree(trie: Trie, sequences: Sequences, scratch: Scratch, options: Int6
     scratch.grown_weights[0] = 1.0
     scratch.sizes[CANDIDATES], scratch.sizes[QUEUED] = 0, 0
     length = state[OWN_LENGTH]
-    return Texts(
+    return RowTexts(
         sequences.predictions[slot, : state[PREDICTED_LENGTH]],
         sequences.tokens[slot, :length],
         length - 1 - root[OWN],
@@ -343,7 +350,7 @@ def add_heaviest(scratch: Scratch, options: Int64, max_branch: int, size: int, t
 @inlined
 def grow_tree(
     trie: Trie,
-    corpora: Corpora,
+    corpora: SortedCorpora,
     sequences: Sequences,
     scratch: Scratch,
     options: Int64,
@@ -367,7 +374,7 @@ def grow_tree(
 @compiled
 def draft_rows(
     trie: Trie,
-    corpora: Corpora,
+    corpora: SortedCorpora,
     sequences: Sequences,
     scratch: Scratch,
     options: Int64,

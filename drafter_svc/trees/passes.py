@@ -73,7 +73,7 @@ class DraftModel(Protocol):
     def forward(self, batch: ForwardBatch, hidden: Float32, *, from_target: bool, depth: int = 0) -> PassOutput: ...
 
 
-class _Piece(NamedTuple):
+class _PassPiece(NamedTuple):
     """KV slots [start, stop) of an extension, from flat row ``first`` of a pass on."""
 
     extension: Extension
@@ -241,13 +241,13 @@ class DraftPasses:
 
     def _run_extensions(self, request: DraftRequest, extensions: list[Extension], drafted: list[int]) -> None:
         """Write KV entries, PASS_ROWS a pass at most; add rows with children to ``drafted``."""
-        pieces: list[_Piece] = []
+        pieces: list[_PassPiece] = []
         used = 0
         for extension in extensions:
             start = extension.start
             while start < extension.stop:
                 stop = min(extension.stop, start + PASS_ROWS - used)
-                pieces.append(_Piece(extension, start, stop, used))
+                pieces.append(_PassPiece(extension, start, stop, used))
                 used += stop - start
                 start = stop
                 if used == PASS_ROWS:
@@ -256,7 +256,7 @@ class DraftPasses:
         if pieces:
             self._run_pieces(request, pieces, used, drafted)
 
-    def _run_pieces(self, request: DraftRequest, pieces: list[_Piece], used: int, drafted: list[int]) -> None:
+    def _run_pieces(self, request: DraftRequest, pieces: list[_PassPiece], used: int, drafted: list[int]) -> None:
         tokens = np.concatenate([extension.sequence.tokens[start:stop] for extension, start, stop, _ in pieces])
         sizes = [piece.stop - piece.start for piece in pieces]
         seqs = np.repeat(np.array([piece.extension.row for piece in pieces], np.int32), sizes)
@@ -302,7 +302,7 @@ class DraftPasses:
         self.figures.window_rows += int(self._context_starts[row] > self._rows.first_position)
         return True
 
-    def _gather_features(self, request: DraftRequest, pieces: list[_Piece], used: int) -> Float32:
+    def _gather_features(self, request: DraftRequest, pieces: list[_PassPiece], used: int) -> Float32:
         if not self._model.feature_width:
             return self._features[:used]
         if request.hidden.shape[1:] != (self._model.feature_width,):
@@ -315,7 +315,7 @@ class DraftPasses:
             self._features[at : at + stop - start] = request.hidden[first : first + stop - start]
         return self._features[:used]
 
-    def _run_deeper(self, batch: ForwardBatch, outputs: Float32, pieces: list[_Piece]) -> None:
+    def _run_deeper(self, batch: ForwardBatch, outputs: Float32, pieces: list[_PassPiece]) -> None:
         """Extend the modules after the first; each reads the module before, one slot earlier."""
         size = self._block_size
         for depth in range(1, self._model.num_depths):

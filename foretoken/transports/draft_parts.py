@@ -11,7 +11,7 @@ from foretoken.drafting import RAGGED_COLUMNS, DraftRequest, starts_of
 from foretoken.tree import Int32
 
 
-class _Run(NamedTuple):
+class _TokenRange(NamedTuple):
     """New tokens ``low`` to ``high`` of a row, or tokens of its prediction, by their index in the
     request."""
 
@@ -40,15 +40,16 @@ def split_request(request: DraftRequest, token_capacity: int, block_size: int) -
     for runs in _fill(starts[:-1], starts[1:] - np.minimum(counts, 1), token_capacity):
         parts.append(_part(request, runs, block_size))
     last = [
-        _Run(row, int(starts[row + 1]) - min(int(counts[row]), 1), int(starts[row + 1])) for row in range(len(counts))
+        _TokenRange(row, int(starts[row + 1]) - min(int(counts[row]), 1), int(starts[row + 1]))
+        for row in range(len(counts))
     ]
     parts.append(_part(request, last, block_size, is_last=True))
     return parts
 
 
-def _fill(lows: Int32, ends: Int32, capacity: int) -> list[list[_Run]]:
+def _fill(lows: Int32, ends: Int32, capacity: int) -> list[list[_TokenRange]]:
     """Return runs of each row's items, in order, in lists of at most ``capacity`` items."""
-    lists: list[list[_Run]] = []
+    lists: list[list[_TokenRange]] = []
     room = 0
     for row in range(len(lows)):
         low, end = int(lows[row]), int(ends[row])
@@ -57,7 +58,7 @@ def _fill(lows: Int32, ends: Int32, capacity: int) -> list[list[_Run]]:
                 lists.append([])
                 room = capacity
             high = min(end, low + room)
-            lists[-1].append(_Run(row, low, high))
+            lists[-1].append(_TokenRange(row, low, high))
             room -= high - low
             low = high
     return lists
@@ -76,7 +77,7 @@ def _predictions_first(request: DraftRequest, capacity: int) -> tuple[list[Draft
     return parts, _rows(request, np.arange(request.num_rows), whole)
 
 
-def _part(request: DraftRequest, runs: list[_Run], block_size: int, *, is_last: bool = False) -> DraftRequest:
+def _part(request: DraftRequest, runs: list[_TokenRange], block_size: int, *, is_last: bool = False) -> DraftRequest:
     """Return the rows of ``runs`` with their new tokens; the last part also has the predictions."""
     rows = np.array([run.row for run in runs])
     ends = request.new_token_starts[rows + 1]
@@ -93,7 +94,7 @@ def _part(request: DraftRequest, runs: list[_Run], block_size: int, *, is_last: 
     return _rows(request, rows, ragged, lengths=lengths, only_adds=not is_last)
 
 
-def _hidden_of(request: DraftRequest, run: _Run) -> np.ndarray:
+def _hidden_of(request: DraftRequest, run: _TokenRange) -> np.ndarray:
     """Return the hidden states of a run's tokens.
 
     Tokens before the row's first hidden state have none.
@@ -105,7 +106,7 @@ def _hidden_of(request: DraftRequest, run: _Run) -> np.ndarray:
     return request.hidden[low:high]
 
 
-def _blocks_of(request: DraftRequest, run: _Run, length: int, block_size: int) -> Int32:
+def _blocks_of(request: DraftRequest, run: _TokenRange, length: int, block_size: int) -> Int32:
     """Return the blocks of the positions [length - tokens of the run, length)."""
     first = int(request.block_starts[run.row])
     if first == request.block_starts[run.row + 1] or run.low == run.high:

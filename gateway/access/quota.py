@@ -52,16 +52,16 @@ class Ledger:
         self._cells = memoryview(memory).cast("q")
         self._names: dict[str, int] = {}
 
-    def rows(self, names: Iterable[str]) -> dict[str, Row]:
+    def rows(self, names: Iterable[str]) -> dict[str, KeyCounts]:
         """Return the row of each name; a new name gets one. Raises ConfigError if too many had one."""
         wanted = list(names)
         if missing := [name for name in wanted if name not in self._names]:
             self._add(missing)
         return {name: self._row(name) for name in wanted}
 
-    def _row(self, name: str) -> Row:
+    def _row(self, name: str) -> KeyCounts:
         first = self._names[name] * self._row_cells
-        return Row(self._cells[first : first + self._row_cells], self._process)
+        return KeyCounts(self._cells[first : first + self._row_cells], self._process)
 
     def _add(self, names: list[str]) -> None:
         """Agree with the other processes about the rows of new names."""
@@ -104,7 +104,7 @@ class Totals(NamedTuple):
     tokens_before: int
 
 
-class Row:
+class KeyCounts:
     """The counts of one key, of all processes; this process writes its own part."""
 
     def __init__(self, cells: memoryview, process: int) -> None:
@@ -156,7 +156,7 @@ class Row:
 class Quota:
     """Holds one key to its limits."""
 
-    def __init__(self, key: ApiKey, row: Row, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, key: ApiKey, row: KeyCounts, now: Callable[[], float] = time.monotonic) -> None:
         """``now``: a clock of the machine, the same for all processes, in seconds."""
         self._key, self._row, self._now = key, row, now
 

@@ -39,7 +39,7 @@ LEAST_PERIOD, PERIOD_PER_VERIFIER = 1024, 128
 _MASK_64 = (1 << 64) - 1
 
 
-class Reason(StrEnum):
+class RoutingReason(StrEnum):
     """Why a verifier was chosen."""
 
     # It is the first for the prompt's prefix.
@@ -57,7 +57,7 @@ class Decision:
     """The number of the verifier in the fleet, and why."""
 
     number: int
-    reason: Reason
+    reason: RoutingReason
 
 
 class Router:
@@ -96,24 +96,24 @@ class Router:
         if num_open == 0:
             return None
         if num_open == 1:
-            return Decision(int(open_.argmax()), Reason.ONLY)
+            return Decision(int(open_.argmax()), RoutingReason.ONLY)
         total = float(fleet.load @ open_)
         fleet.remember(1 / (LIFETIMES * total + num_open))
         key, sets, is_shared = self._narrow(keys, num_open, total)
         if key is None:
-            return self._least_loaded(open_, Reason.LOAD)
+            return self._least_loaded(open_, RoutingReason.LOAD)
         below = open_ & self._is_below_bound(total + num_new, float(fleet.rows @ open_))
         members = next(found for found in (group & open_ for group in reversed(sets)) if found.any())
         if is_shared and (members & below).any():
-            return self._least_loaded(members & below, Reason.SPREAD)
+            return self._least_loaded(members & below, RoutingReason.SPREAD)
         scores = fleet.scores(key)
         first = _best(scores, members)
         if below[first]:
-            return Decision(first, Reason.AFFINITY)
+            return Decision(first, RoutingReason.AFFINITY)
         for group in reversed(sets):
             if (members := group & below).any():
-                return Decision(_best(scores, members), Reason.SPREAD)
-        return self._least_loaded(open_, Reason.LOAD)
+                return Decision(_best(scores, members), RoutingReason.SPREAD)
+        return self._least_loaded(open_, RoutingReason.LOAD)
 
     def _narrow(self, keys: Iterable[int], num_open: int, total: float) -> tuple[int | None, list[Mask], bool]:
         """Count a request's prefixes until one fits on one verifier.
@@ -162,7 +162,7 @@ class Router:
         is_usual = (fleet.usual < bound) | (fleet.load < mean)
         return is_usual & (fleet.load < bound + CHANCE * np.sqrt(mean)) & (fleet.fill < FULL)
 
-    def _least_loaded(self, members: Mask, reason: Reason) -> Decision:
+    def _least_loaded(self, members: Mask, reason: RoutingReason) -> Decision:
         """Return the member with the least load for its rows; there must be a member."""
         fleet = self._fleet
         use = np.where(members, fleet.load / np.maximum(fleet.rows, 1), np.inf)

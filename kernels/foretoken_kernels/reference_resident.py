@@ -19,7 +19,7 @@ from foretoken_kernels.resident_state import (
     StepResults,
     StepRows,
 )
-from foretoken_kernels.sampler_state import FINISH_BROKEN, FINISH_LENGTH, FINISH_NONE, FINISH_NOT_ALLOWED, WalkResult
+from foretoken_kernels.sampler_state import FINISH_BROKEN, FINISH_LENGTH, FINISH_NONE, FINISH_NOT_ALLOWED, WalkTensors
 
 
 def join_seats_reference(seats: Seats, joining: Joining) -> None:
@@ -133,7 +133,7 @@ def lay_out_rows_reference(
         rows.max_new[seat] = max(left, 1)
 
 
-def force_walk_reference(rows: StepRows, walk: WalkResult, owed: torch.Tensor, mean: float) -> None:
+def force_walk_reference(rows: StepRows, walk: WalkTensors, owed: torch.Tensor, mean: float) -> None:
     """Define gpu.forced_walk.force_walk: each tree's walk takes its deepest path.
 
     On average a step emits ``mean`` tokens.
@@ -164,7 +164,7 @@ def force_walk_reference(rows: StepRows, walk: WalkResult, owed: torch.Tensor, m
         walk.finish[seat] = FINISH_LENGTH if emitted == int(rows.max_new[seat]) else FINISH_NONE
 
 
-def advance_seats_reference(seats: Seats, rows: StepRows, walk: WalkResult, results: StepResults) -> None:
+def advance_seats_reference(seats: Seats, rows: StepRows, walk: WalkTensors, results: StepResults) -> None:
     """Define gpu.resident_results.advance_seats: commit what the walk emitted."""
     most = results.new_tokens.shape[1]
     for seat in range(len(rows.num_nodes)):
@@ -187,7 +187,7 @@ def advance_seats_reference(seats: Seats, rows: StepRows, walk: WalkResult, resu
         results.new_tokens[seat, :count] = walk.tokens[seat, :count]
 
 
-def gather_hidden_reference(features: torch.Tensor, rows: StepRows, walk: WalkResult, results: StepResults) -> None:
+def gather_hidden_reference(features: torch.Tensor, rows: StepRows, walk: WalkTensors, results: StepResults) -> None:
     """Define gpu.resident_results.gather_hidden: copy the committed tokens' hidden states."""
     most = results.new_tokens.shape[1]
     for seat in range(len(rows.num_nodes)):

@@ -28,7 +28,7 @@ from foretoken_kernels.sampler_state import (
     NOT_ALLOWED,
     SampleBatch,
     SamplerState,
-    WalkResult,
+    WalkTensors,
 )
 
 _WORD = 0xFFFFFFFF
@@ -172,7 +172,7 @@ def sample_rows_reference(batch: SampleBatch, state: SamplerState, sampled: torc
 
 
 def walk_reference(
-    batch: SampleBatch, sampled: torch.Tensor, state: SamplerState, result: WalkResult, update_state: bool = True
+    batch: SampleBatch, sampled: torch.Tensor, state: SamplerState, result: WalkTensors, update_state: bool = True
 ) -> None:
     """Walk each tree from its root to the child with the sampled token, until there is none.
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-# WalkResult.finish
+# WalkTensors.finish
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_BROKEN, FINISH_NOT_ALLOWED = 0, 1, 2, 3, 4
 # Returned instead of a token for a row whose logits are broken: one is NaN or +inf, or none may be
 # sampled.
@@ -101,7 +101,7 @@ class SampleBatch(NamedTuple):
     mask_bits: torch.Tensor | None = None
 
 
-class WalkResult(NamedTuple):
+class WalkTensors(NamedTuple):
     """What a step commits, one row a sequence. Elements beyond the counts are left as they were.
 
     Attributes:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from drafter_svc.session import Attachment
+from drafter_svc.session import AttachedVerifier
 from drafter_svc.thread import DrafterThread
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.resident import ResidentLayout
@@ -63,7 +63,7 @@ def thread(drafter: Slow) -> Iterator[DrafterThread]:
     thread.stop()
 
 
-def attach(thread: DrafterThread, drafter: Slow) -> tuple[Attachment, ArenaTransport]:
+def attach(thread: DrafterThread, drafter: Slow) -> tuple[AttachedVerifier, ArenaTransport]:
     layout = ArenaLayout.of_target(TARGET, drafter.needs(TARGET), resident=LAYOUT)
     transport = ArenaTransport(layout, EPOCH, b"c" * 32, TransportCounters(), device=torch.device("cpu"))
     listener = ArenaListener()

@@ -24,7 +24,7 @@ from foretoken.common_settings import LinkSettings
 from foretoken.config import build
 from foretoken.errors import ConfigError
 from foretoken.free_ports import free_ports
-from foretoken.links import CALLERS, NO_CREDENTIALS, Caller, Certificates, LinkCredentials
+from foretoken.links import CALLERS, NO_CREDENTIALS, AllowedCaller, LinkCertificates, LinkCredentials
 from protos import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from tests.support.certificates import Authority
 from tests.support.environment import child_environment
@@ -51,11 +51,11 @@ def test_every_call_of_every_service_between_services_is_in_the_table() -> None:
 
 
 def test_operators_calls_are_those_that_change_drafters_corpora_or_caches() -> None:
-    operators = {name for name, caller in CALLERS.items() if caller is Caller.OPERATOR}
+    operators = {name for name, caller in CALLERS.items() if caller is AllowedCaller.OPERATOR}
     assert operators == {
         name for name in CALLERS if "Corp" in name or name.endswith(("AttachDrafter", "DetachDrafter", "FlushCache"))
     }
-    assert {name for name, caller in CALLERS.items() if caller is Caller.ANYBODY} == {
+    assert {name for name, caller in CALLERS.items() if caller is AllowedCaller.ANYBODY} == {
         name for name in CALLERS if name.startswith("/grpc.health.v1.")
     }
 
@@ -84,7 +84,7 @@ def _class_of(kind: Any) -> Any:
 async def answering(address: str, credentials: LinkCredentials = NO_CREDENTIALS) -> AsyncIterator[str]:
     """Serve all calls of both services at ``address`` as verifier and drafter do; yield the address with its port."""
     server = rpc.link_server(address, credentials)
-    health = rpc.Health(server, (VERIFIER.full_name, DRAFTER.full_name))
+    health = rpc.HealthService(server, (VERIFIER.full_name, DRAFTER.full_name))
     for service, add, base in (
         (VERIFIER, verifier_pb2_grpc.add_VerifierServiceServicer_to_server, verifier_pb2_grpc.VerifierServiceServicer),
         (DRAFTER, drafter_pb2_grpc.add_DrafterServiceServicer_to_server, drafter_pb2_grpc.DrafterServiceServicer),
@@ -212,7 +212,7 @@ async def test_over_tcp_without_credentials_operators_are_refused_and_peers_are_
     async with answering("127.0.0.1:0") as address:
         for method in OWN:
             code, details = await status(address, method, NO_CREDENTIALS)
-            if CALLERS[method] is Caller.OPERATOR:
+            if CALLERS[method] is AllowedCaller.OPERATOR:
                 assert code is grpc.StatusCode.PERMISSION_DENIED and "operator" in details, method
             else:
                 assert code is grpc.StatusCode.OK, method
@@ -246,7 +246,7 @@ async def test_with_certificates_each_call_needs_one_of_the_authority(authority:
     strangers = {
         "none": NO_CREDENTIALS,
         "a token": WITH_TOKEN,
-        "foreign": LinkCredentials(certificates=Certificates(foreign.chain, foreign.key, ours.authority)),
+        "foreign": LinkCredentials(certificates=LinkCertificates(foreign.chain, foreign.key, ours.authority)),
         "expired": certified(authority, "expired", days=-1),
         "of a server only": certified(authority, "drafter", usage="serverAuth"),
     }

@@ -32,7 +32,7 @@ async def probe(*arguments: str) -> tuple[int | None, str]:
 def test_the_status_is_that_of_the_service(tmp_path: Path, listen: str) -> None:
     async def scenario() -> None:
         server = rpc.async_server()
-        health = rpc.Health(server, (SERVICE,))
+        health = rpc.HealthService(server, (SERVICE,))
         await health.mark(False)
         address = listen.format(tmp_path)
         port = rpc.bind(server, address)

@@ -55,7 +55,7 @@ async def test_a_call_may_be_silent_for_as_long_as_it_likes() -> None:
 async def test_grpcs_leftovers_of_another_loop_are_no_failure_of_this_one() -> None:
     """The tests' own loops: a call that is open when its loop ends finishes later."""
     server = rpc.async_server()
-    await rpc.Health(server, ["a.Service"]).mark(True)
+    await rpc.HealthService(server, ["a.Service"]).mark(True)
     port = rpc.bind(server, "127.0.0.1:0")
     await server.start()
     request = health_pb2.HealthCheckRequest(service="")

@@ -139,7 +139,7 @@ def test_grpc_probe_follows_readiness_and_liveness(tmp_path: Path) -> None:
         seen = [await ask()]
         for _ in range(2):  # The second server on the address is found as fast as the first.
             server = rpc.async_server()
-            health = rpc.Health(server, ["a.Service"])
+            health = rpc.HealthService(server, ["a.Service"])
             await health.mark(False)
             rpc.bind(server, address)
             await server.start()
@@ -166,7 +166,7 @@ def test_a_grpc_probe_that_gets_answers_keeps_its_connection(tmp_path: Path) -> 
 
     async def scenario() -> tuple[int, int]:
         server = rpc.async_server()
-        await rpc.Health(server, ["a.Service"]).mark(True)
+        await rpc.HealthService(server, ["a.Service"]).mark(True)
         rpc.bind(server, address)
         await server.start()
         probe = probes.GrpcProbe(address, "a.Service")

@@ -7,13 +7,13 @@ from typing import Any
 import triton
 from foretoken_kernels.gpu import forced_walk, resident_results, resident_rows, resident_seats, shared_rows
 from foretoken_kernels.resident_state import DraftedTrees, Joining, Seats, StepResults, StepRows
-from foretoken_kernels.sampler_state import WalkResult
+from foretoken_kernels.sampler_state import WalkTensors
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 SEATS, TREES = Seats(*["*i32"] * 6, "*fp32", "*i32"), DraftedTrees(*["*i32"] * 4)
 ROWS = StepRows(*["*i32"] * 5, "*i64", *["*i32"] * 8)
-WALK, RESULTS = WalkResult(*["*i32"] * 8), StepResults(*["*i32"] * 5, "*bf16")
+WALK, RESULTS = WalkTensors(*["*i32"] * 8), StepResults(*["*i32"] * 5, "*bf16")
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, Any], constants: dict[str, int], num_warps: int) -> None:

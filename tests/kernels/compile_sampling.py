@@ -7,7 +7,7 @@ from typing import Any
 import triton
 from foretoken_kernels.gpu import sample, walk
 from foretoken_kernels.gpu.row_logits import SampleSizes
-from foretoken_kernels.sampler_state import SampleBatch, SamplerState, WalkResult
+from foretoken_kernels.sampler_state import SampleBatch, SamplerState, WalkTensors
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -17,7 +17,7 @@ STATE = SamplerState(
 )
 WORKSPACE = sample.SampleWorkspace("*i32", "*fp32", "*i32", "*fp32", "*i32", "*fp32", "*i32", "i32")
 SIZES = SampleSizes(*["i32"] * 7)
-RESULT = WalkResult(*["*i32"] * 8)
+RESULT = WalkTensors(*["*i32"] * 8)
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, Any], constants: dict[str, Any], num_warps: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from foretoken_kernels.sampler_state import SampleBatch, SamplerState, WalkResult, new_sampler_state, reset_slots
+from foretoken_kernels.sampler_state import SampleBatch, SamplerState, WalkTensors, new_sampler_state, reset_slots
 
 from foretoken.sampling import SamplingParams, is_greedy, noise_key, stop_token_ids
 from foretoken.tree import DraftTree
@@ -166,7 +166,7 @@ def path_tokens(tree: DraftTree, node: int) -> list[int]:
     return path[::-1]
 
 
-def new_walk_result(max_seqs: int, max_tokens: int, device: torch.device | str) -> WalkResult:
+def new_walk_result(max_seqs: int, max_tokens: int, device: torch.device | str) -> WalkTensors:
     """Return a result with room for ``max_tokens`` sampled tokens a sequence.
 
     Args:
@@ -176,7 +176,7 @@ def new_walk_result(max_seqs: int, max_tokens: int, device: torch.device | str) 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
-    return WalkResult(
+    return WalkTensors(
         num_walked=zeros(max_seqs),
         num_tokens=zeros(max_seqs),
         tokens=zeros(max_seqs, max_tokens),

@@ -24,7 +24,7 @@ from foretoken_kernels.sampler_state import (
     FINISH_LENGTH,
     FINISH_NONE,
     FINISH_STOP,
-    WalkResult,
+    WalkTensors,
 )
 
 from tests.kernels.sampling_batches import new_walk_result
@@ -321,7 +321,7 @@ def test_a_block_that_is_none_gives_no_slot(device: str) -> None:
     assert rows.slot_mapping[:5].tolist() == [3 * BLOCK + 2, 3 * BLOCK + 3, -1, -1, -1]
 
 
-def walk_of(random: np.random.Generator, rows: StepRows, most: int, device: str) -> WalkResult:
+def walk_of(random: np.random.Generator, rows: StepRows, most: int, device: str) -> WalkTensors:
     """Return a walk down some path of each tree, as gpu.walk leaves it; the rest is noise."""
     num_seats = len(rows.num_nodes)
     finishes = [FINISH_NONE, FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_BROKEN]
@@ -388,7 +388,7 @@ def test_a_forced_walk(mean: float, device: str) -> None:
         reference.force_walk_reference(rows, expected, expected_owed, mean)  # type: ignore[arg-type]
         force_walk(rows, walk, owed, mean, 8)
         assert torch.equal(owed, expected_owed)
-        for name in WalkResult._fields:
+        for name in WalkTensors._fields:
             assert torch.equal(getattr(walk, name), getattr(expected, name)), name  # type: ignore[attr-defined]
         lengths.append(int(walk.num_walked[0]))
     if mean == 2.5:

@@ -18,7 +18,7 @@ from foretoken_kernels.sampler_state import (
     FINISH_NOT_ALLOWED,
     FINISH_STOP,
     SamplerState,
-    WalkResult,
+    WalkTensors,
 )
 
 from foretoken.errors import InvalidRequestError
@@ -41,7 +41,7 @@ from verifier_svc.sampling.verify import SamplingState, sample_and_walk
 FINISHES = {None: FINISH_NONE, FinishReason.STOP: FINISH_STOP, FinishReason.LENGTH: FINISH_LENGTH}
 
 
-def results_equal(left: WalkResult, right: WalkResult, num_seqs: int) -> None:
+def results_equal(left: WalkTensors, right: WalkTensors, num_seqs: int) -> None:
     for name in ("num_walked", "num_tokens", "num_matched", "num_accepted", "finish"):
         assert getattr(left, name)[:num_seqs].tolist() == getattr(right, name)[:num_seqs].tolist(), name
     for name, count in (("tokens", "num_walked"), ("nodes", "num_walked"), ("accepted", "num_matched")):
@@ -56,7 +56,7 @@ def step(
     state: SamplerState,
     device: str,
     masks: dict[int, TreeMasks] | None = None,
-) -> WalkResult:
+) -> WalkTensors:
     """Run one step with the kernels, and the same with the reference on a copy.
 
     ``masks``: by the sequence's index.
@@ -89,7 +89,7 @@ def step(
     return result
 
 
-def assert_committed(result: WalkResult, index: int, sequence: Sequence, state: SamplingState) -> None:
+def assert_committed(result: WalkTensors, index: int, sequence: Sequence, state: SamplingState) -> None:
     """Compare with the verifier's own walk over the same tree and logits."""
     expected = sample_and_walk(
         sequence.logits, sequence.tree, state, len(sequence.prompt), sequence.output, sequence.max_new

@@ -12,7 +12,7 @@ from foretoken import rpc
 from foretoken.drafter import Drafter
 from foretoken.limits import ModelLimits
 from protos import drafter_pb2_grpc
-from verifier_svc.info import VerifierInfo
+from verifier_svc.info import VerifierConstants
 
 
 @contextlib.asynccontextmanager
@@ -31,6 +31,6 @@ async def serving(drafter: Drafter, address: str) -> AsyncIterator[None]:
         await server.stop(None)
 
 
-def verifier_info(limits: ModelLimits, eos_ids: tuple[int, ...] = ()) -> VerifierInfo:
+def verifier_info(limits: ModelLimits, eos_ids: tuple[int, ...] = ()) -> VerifierConstants:
     """Return what a verifier of the hash target says of itself."""
-    return VerifierInfo(5, "hash", "f" * 64, "CPU", "float32", "strict", limits, eos_ids, 16, 0)
+    return VerifierConstants(5, "hash", "f" * 64, "CPU", "float32", "strict", limits, eos_ids, 16, 0)

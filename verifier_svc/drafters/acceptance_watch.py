@@ -30,7 +30,7 @@ _CAUSE_OF_CHANGE = "requests have changed: other texts, another language or temp
 _CAUSE_OF_SAMPLING = "a high temperature"
 
 
-class Watched(Protocol):
+class WatchedDrafter(Protocol):
     """What a warning says of a drafter."""
 
     @property
@@ -45,7 +45,7 @@ class AcceptanceWatch:
     Used by the engine thread; any thread may read its public attributes.
     """
 
-    def __init__(self, drafter: Watched) -> None:
+    def __init__(self, drafter: WatchedDrafter) -> None:
         self._drafter = drafter
         self.is_low = False
         # In the window so far.

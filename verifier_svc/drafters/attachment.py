@@ -18,7 +18,7 @@ from verifier_svc.drafters.counters import DrafterCounters
 from verifier_svc.drafters.deadline import Deadline
 from verifier_svc.drafters.device_feed import ResidentFeed, as_seats, can_feed
 from verifier_svc.drafters.final_updates import FinalUpdates
-from verifier_svc.drafters.request import RequestKind, Row, request_of
+from verifier_svc.drafters.request import DraftRow, RequestKind, request_of
 from verifier_svc.drafters.sent_tokens import SentTokens
 from verifier_svc.drafters.source_record import SourceRecord
 from verifier_svc.drafters.waits import FirstWaits
@@ -53,7 +53,7 @@ class Posted(NamedTuple):
     """A request that is on its way."""
 
     step_id: int
-    rows: list[Row]
+    rows: list[DraftRow]
     is_resident: bool = False
 
     @property
@@ -196,7 +196,7 @@ class Attachment:
         if row is not None:
             self.final_updates.add(row)
 
-    def post(self, rows: list[Row], *, may_feed: bool = False) -> None:
+    def post(self, rows: list[DraftRow], *, may_feed: bool = False) -> None:
         """Send rows, after the final updates of ended sequences, whose batch slots they may have.
 
         ``may_feed``: go by device memory if there is some, if it can take the rows, and if a tree is awaited.
@@ -220,7 +220,7 @@ class Attachment:
             self._catching_up_since = self._settings.clock()
         self._posted = Posted(self._step_id, rows, is_resident=is_fed)
 
-    def _can_feed(self, rows: list[Row]) -> bool:
+    def _can_feed(self, rows: list[DraftRow]) -> bool:
         """Return whether device memory can take the rows. An idle drafter reads nothing there."""
         return (
             self.transport.resident is not None
@@ -229,7 +229,7 @@ class Attachment:
             and self.transport.is_idle()
         )
 
-    def _fed_request(self, rows: list[Row]) -> DraftRequest:
+    def _fed_request(self, rows: list[DraftRow]) -> DraftRequest:
         """Copy what the rows send to device memory, and return the request that says so: a run of one step."""
         memory = self.transport.resident
         assert memory is not None
@@ -255,7 +255,7 @@ class Attachment:
         except TransportClosedError as error:
             self._record.source.report_failure(str(error))
 
-    def collect(self, worth_s: Callable[[Posted], float]) -> list[tuple[Row, Draft]]:
+    def collect(self, worth_s: Callable[[Posted], float]) -> list[tuple[DraftRow, Draft]]:
         """Wait for the trees that are worth it; return the sound ones, those that are only a root included.
 
         ``worth_s``: seconds that a request's drafts would save if all were accepted.
@@ -321,13 +321,13 @@ class Attachment:
             record.budget.answer()
         return batch
 
-    def _accept(self, posted: Posted, batch: DraftBatch) -> list[tuple[Row, Draft]]:
+    def _accept(self, posted: Posted, batch: DraftBatch) -> list[tuple[DraftRow, Draft]]:
         """Return the sound trees of a reply. A stale, short or malformed one is dropped and counted."""
         stamp = self._settings.epoch, posted.step_id
         if (batch.epoch, batch.step_id) != stamp or batch.num_rows != len(posted.rows):
             self._reject("a draft with another step's stamp or number of rows")
             return []
-        drafts: list[tuple[Row, Draft]] = []
+        drafts: list[tuple[DraftRow, Draft]] = []
         for index, row in enumerate(posted.rows):
             if row.shape.nodes == 1:
                 continue

@@ -14,10 +14,10 @@ import torch
 
 from foretoken.models.pinned_buffers import PinnedBuffers
 from foretoken.resident import ResidentLayout, ResidentMemory
-from verifier_svc.drafters.request import Row
+from verifier_svc.drafters.request import DraftRow
 
 
-def can_feed(rows: Items[Row], layout: ResidentLayout) -> bool:
+def can_feed(rows: Items[DraftRow], layout: ResidentLayout) -> bool:
     """Return whether a memory can take all that these rows send.
 
     Each row must have the last few tokens of a sequence that the drafter knows, and hidden states that are where the
@@ -26,7 +26,7 @@ def can_feed(rows: Items[Row], layout: ResidentLayout) -> bool:
     return len(rows) == len({row.slot for row in rows}) <= layout.seats and all(_fits(row, layout) for row in rows)
 
 
-def _fits(row: Row, layout: ResidentLayout) -> bool:
+def _fits(row: DraftRow, layout: ResidentLayout) -> bool:
     count = len(row.new_tokens)
     if not 0 < count <= min(layout.tokens, row.length - 1):
         return False
@@ -39,12 +39,12 @@ def _fits(row: Row, layout: ResidentLayout) -> bool:
     )
 
 
-def as_seats(rows: Items[Row], block_size: int) -> list[Row]:
+def as_seats(rows: Items[DraftRow], block_size: int) -> list[DraftRow]:
     """Return the rows of a run's first request: what the drafter was sent before, and the blocks that are new to it."""
     return [_as_seat(row, block_size) for row in rows]
 
 
-def _as_seat(row: Row, block_size: int) -> Row:
+def _as_seat(row: DraftRow, block_size: int) -> DraftRow:
     sent = row.length - len(row.new_tokens)
     # The drafter knows the first block if the sequence has begun it.
     blocks = row.block_ids[1:] if sent % block_size else row.block_ids
@@ -70,7 +70,7 @@ class ResidentFeed:
         self._sent: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
-    def place(self, rows: Items[Row], memory: ResidentMemory, number: int) -> None:
+    def place(self, rows: Items[DraftRow], memory: ResidentMemory, number: int) -> None:
         """Enqueue all copies of step ``number``. Row ``i``, which passed ``can_feed``, gets seat ``i``.
 
         Nobody else may read or write the memory's results now or soon.

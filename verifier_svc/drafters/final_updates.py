@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from verifier_svc.drafters.request import Row
+from verifier_svc.drafters.request import DraftRow
 
 
 class FinalUpdates:
     """Final rows of one attachment, and the batch slots that it may forget after them."""
 
     def __init__(self) -> None:
-        self._rows: list[Row] = []
+        self._rows: list[DraftRow] = []
         self._to_release: list[int] = []
 
     def __bool__(self) -> bool:
         return bool(self._rows)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: DraftRow) -> None:
         """Queue the final row of a sequence."""
         self._rows.append(row)
 
@@ -36,7 +36,7 @@ class FinalUpdates:
         self._rows = [row for row in self._rows if row.slot not in slots]
         self._to_release = [slot for slot in self._to_release if slot not in slots]
 
-    def merge(self, rows: list[Row]) -> tuple[list[Row], list[int]]:
+    def merge(self, rows: list[DraftRow]) -> tuple[list[DraftRow], list[int]]:
         """Put the queued rows before the ones of the next request; return them, and the slots to release first.
 
         A slot is released one request after its final row and before its new owner's first row. If the new owner is in

@@ -129,7 +129,7 @@ class TreeBounds:
         return Shape(min(nodes, 1 + most), min(depth, most), self.branches)
 
 
-class Row(NamedTuple):
+class DraftRow(NamedTuple):
     """One row of a request. It keeps all it says: its sequence may have ended or moved when the reply comes."""
 
     sequence: Sequence
@@ -156,7 +156,7 @@ class Row(NamedTuple):
         return (self.sequence.slot, self.sequence.generation) != (self.slot, self.generation)
 
 
-def request_of(epoch: int, step_id: int, rows: Items[Row]) -> DraftRequest:
+def request_of(epoch: int, step_id: int, rows: Items[DraftRow]) -> DraftRequest:
     """Return the request with these rows."""
     hidden = [part.values() for row in rows for part in row.hidden]
     return DraftRequest(
@@ -176,7 +176,7 @@ def request_of(epoch: int, step_id: int, rows: Items[Row]) -> DraftRequest:
     )
 
 
-def record_of(row: Row) -> tuple[float, ...]:
+def record_of(row: DraftRow) -> tuple[float, ...]:
     """Return the values of ROW_DTYPE in its order."""
     sequence, shape = row.sequence, row.shape
     params = sequence.sampling
@@ -223,7 +223,7 @@ class RequestKind(NamedTuple):
     is_resident: bool
 
     @staticmethod
-    def of(rows: Items[Row], *, is_resident: bool) -> RequestKind:
+    def of(rows: Items[DraftRow], *, is_resident: bool) -> RequestKind:
         # In device memory each row has room for the most of a step.
         counts = [] if is_resident else [len(row.new_tokens) for row in rows]
         shapes = [row.shape for row in rows if row.shape.nodes > 1]

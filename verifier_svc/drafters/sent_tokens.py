@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 
 from foretoken.drafting import DrafterNeeds
-from verifier_svc.drafters.request import NO_DRAFT, Row, Shape
+from verifier_svc.drafters.request import NO_DRAFT, DraftRow, Shape
 from verifier_svc.scheduling.hidden_states import HiddenSlice, columns_of
 from verifier_svc.scheduling.sequence import Sequence
 
@@ -40,7 +40,7 @@ class SentTokens:
 
     def row(
         self, sequence: Sequence, shape: Shape, *, awaited: bool, captured: tuple[int, ...], most: int = sys.maxsize
-    ) -> Row | None:
+    ) -> DraftRow | None:
         """Return the row that sends what is new of a sequence, or None if nothing is.
 
         Args:
@@ -54,7 +54,7 @@ class SentTokens:
         # No draft follows a root that cannot be sent yet.
         if length < len(sequence.tokens) or length == sent or self.takes_long(length - sent):
             shape, awaited = NO_DRAFT, False
-        return Row(
+        return DraftRow(
             sequence,
             sequence.slot,
             sequence.generation,
@@ -67,14 +67,14 @@ class SentTokens:
             awaited,
         )
 
-    def final_row(self, sequence: Sequence, captured: tuple[int, ...]) -> Row | None:
+    def final_row(self, sequence: Sequence, captured: tuple[int, ...]) -> DraftRow | None:
         """Return the last row of a sequence that is about to end, or None if nothing was ever sent of it."""
         if self.length(sequence) == 0:
             return None
         row = self.row(sequence, NO_DRAFT, awaited=False, captured=captured, most=self.most_new_tokens)
         if row is None:
             length = len(sequence.tokens)
-            row = Row(sequence, sequence.slot, sequence.generation, length, [], [], [], (), NO_DRAFT, False)
+            row = DraftRow(sequence, sequence.slot, sequence.generation, length, [], [], [], (), NO_DRAFT, False)
         return row
 
     def takes_long(self, num_tokens: int) -> bool:

@@ -23,10 +23,10 @@ from foretoken_kernels.sampler_state import (
     FINISH_STOP,
     SampleBatch,
     SamplerState,
+    WalkTensors,
     new_sampler_state,
     reset_slots,
 )
-from foretoken_kernels.sampler_state import WalkResult as DeviceResult
 
 from foretoken.errors import ForetokenError, InvalidRequestError
 from foretoken.limits import MAX_LOGIT_BIAS_ENTRIES
@@ -79,7 +79,7 @@ class WalkStage:
 
     Attributes:
         asked: the walk's input (SampleBatch), as pinned buffers.
-        found: the results of each step: WalkResult, and ``num_nodes`` of the walked trees, for
+        found: the results of each step: WalkTensors, and ``num_nodes`` of the walked trees, for
             callers whose host does not know them.
     """
 
@@ -100,9 +100,9 @@ class WalkStage:
             device,
         )
         many = ("tokens", "nodes", "accepted")
-        found = {name: (seqs, max_tokens) if name in many else (seqs,) for name in (*DeviceResult._fields, "num_nodes")}
+        found = {name: (seqs, max_tokens) if name in many else (seqs,) for name in (*WalkTensors._fields, "num_nodes")}
         self.found = DeviceJournal(found, depth, device)
-        self.result = DeviceResult(**{name: self.found.device[name] for name in DeviceResult._fields})
+        self.result = WalkTensors(**{name: self.found.device[name] for name in WalkTensors._fields})
         self.sampled = torch.zeros(rows, dtype=torch.int32, device=device)
 
 
@@ -293,7 +293,7 @@ def walk_results(
     """Return walk results without logprobs.
 
     Args:
-        found: the device's WalkResult, fetched.
+        found: the device's WalkTensors, fetched.
         wanted: for each result, the sequence's index in ``found`` and its nodes' sources, as in
             Walk; a number stands for all nodes.
     """

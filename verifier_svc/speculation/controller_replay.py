@@ -10,7 +10,7 @@ from verifier_svc.speculation.controller import Controller
 from verifier_svc.speculation.controller_log import Record
 
 
-class Decision(NamedTuple):
+class ReplayedDecision(NamedTuple):
     """What was decided for one step, then and now."""
 
     batch: int
@@ -34,7 +34,7 @@ class _Times:
         return self.seconds[nearest] * max(num_rows / nearest, 1.0)
 
 
-def replay(records: Iterable[Record]) -> Iterator[Decision]:
+def replay(records: Iterable[Record]) -> Iterator[ReplayedDecision]:
     """Return the decisions that a new controller makes from the records of one.
 
     Raises:
@@ -54,7 +54,7 @@ def replay(records: Iterable[Record]) -> Iterator[Decision]:
                 times.seconds[numbers[0]] = float(values[1])
             case "choose":
                 batch, *logged = numbers
-                yield Decision(batch, Shape(*logged), controller.choose(batch), controller)
+                yield ReplayedDecision(batch, Shape(*logged), controller.choose(batch), controller)
             case "step":
                 *logged, batch, _, num_prompt_tokens = numbers
                 controller.observe_step(Shape(*logged), batch, float(values[-2]), num_prompt_tokens=num_prompt_tokens)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from verifier_svc.drafters.attachment import Attachment, Posted
 from verifier_svc.drafters.handle import DrafterHandle
-from verifier_svc.drafters.request import NO_DRAFT, Row, TreeBounds
+from verifier_svc.drafters.request import NO_DRAFT, DraftRow, TreeBounds
 from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.capture import Capture
@@ -102,8 +102,8 @@ class DraftRound(ABC):
         return self.gate(sequence)
 
     def rows_to_send(
-        self, drafter: DrafterHandle, attachment: Attachment, sequences: Seq[Sequence], others: Seq[Row] = ()
-    ) -> list[Row]:
+        self, drafter: DrafterHandle, attachment: Attachment, sequences: Seq[Sequence], others: Seq[DraftRow] = ()
+    ) -> list[DraftRow]:
         """Return the rows that send a drafter what is new of sequences, and ask for nothing.
 
         ``others``: the other rows of the request.
@@ -122,7 +122,7 @@ class DraftRound(ABC):
 
     def rows_to_draft(
         self, drafter: DrafterHandle, attachment: Attachment, plans: list[DraftPlan], *, max_depth: int | None = None
-    ) -> list[Row]:
+    ) -> list[DraftRow]:
         """Return the rows that ask a drafter for what was planned. ``max_depth``: most edges from a root."""
         rows = []
         room = attachment.sent.most_new_tokens
@@ -238,7 +238,7 @@ class ModelRound(DraftRound):
         """
         for drafter, attachment in self.attached():
             rows = self.rows_to_send(drafter, attachment, prefilling) if attachment.needs.features else []
-            drafted: list[Row] = []
+            drafted: list[DraftRow] = []
             if not attachment.is_catching_up():
                 drafted = self.rows_to_draft(drafter, attachment, plans)
                 rows += drafted

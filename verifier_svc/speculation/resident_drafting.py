@@ -10,7 +10,7 @@ from foretoken.drafting import RAGGED_COLUMNS, ROW_DTYPE, DeviceStep, DraftReque
 from foretoken.resident import ResidentMemory, StreamOrder
 from verifier_svc.drafters.attachment import Attachment
 from verifier_svc.drafters.handle import DrafterHandle
-from verifier_svc.drafters.request import NO_DRAFT, Row, Shape, record_of, request_of
+from verifier_svc.drafters.request import NO_DRAFT, DraftRow, Shape, record_of, request_of
 from verifier_svc.scheduling.draft import DrafterShare
 from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat
 from verifier_svc.scheduling.sequence import Sequence
@@ -72,7 +72,7 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         self._num_blocks: list[int] = []
         self._asked_shape = NO_DRAFT
         # The prompts of the next request, and the tokens for which it has room reserved.
-        self._prompts: list[Row] = []
+        self._prompts: list[DraftRow] = []
         self._num_new: list[int] = []
         # Whether every seat of the last request is drafted for. None: not known.
         self._is_for_all: bool | None = None
@@ -241,7 +241,7 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         key = sequence.slot, sequence.generation
         has_hidden = bool(attachment.needs.features) and 0 < num_hidden <= length - sent
         self._prompts.append(
-            Row(
+            DraftRow(
                 sequence,
                 *key,
                 length,
@@ -309,7 +309,7 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
                 length = self._lengths.get(sequence, length)
             self._num_blocks[index] = -(-length // self._block_size)
             shape = self.shape_of(sequence)
-            row = Row(sequence, sequence.slot, sequence.generation, length, [], [], [], (), shape, False)
+            row = DraftRow(sequence, sequence.slot, sequence.generation, length, [], [], [], (), shape, False)
             self._records[index] = record_of(row)
 
     def _request(self) -> DraftRequest:

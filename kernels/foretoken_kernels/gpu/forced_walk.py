@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from foretoken_kernels.resident_state import StepRows
-from foretoken_kernels.sampler_state import FINISH_BROKEN, FINISH_LENGTH, FINISH_NONE, WalkResult
+from foretoken_kernels.sampler_state import FINISH_BROKEN, FINISH_LENGTH, FINISH_NONE, WalkTensors
 
 _NONE = tl.constexpr(FINISH_NONE)
 _LENGTH = tl.constexpr(FINISH_LENGTH)
@@ -64,7 +64,7 @@ def _force_walk(rows, walk, owed, mean, max_walked, NODES: tl.constexpr):
     tl.store(walk.finish + seat, tl.where(emitted == max_new, _LENGTH, _NONE))
 
 
-def force_walk(rows: StepRows, walk: WalkResult, owed: torch.Tensor, mean: float, max_width: int) -> None:
+def force_walk(rows: StepRows, walk: WalkTensors, owed: torch.Tensor, mean: float, max_width: int) -> None:
     """Replace the walks of trees, except broken ones.
 
     reference_resident.force_walk_reference defines it.

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from foretoken_kernels.resident_state import RATE_STEPS, Seats, StepResults, StepRows
-from foretoken_kernels.sampler_state import FINISH_NONE, WalkResult
+from foretoken_kernels.sampler_state import FINISH_NONE, WalkTensors
 
 _COPY_BLOCK = 2048
 _NONE = tl.constexpr(FINISH_NONE)
@@ -76,7 +76,7 @@ def _finish_step(seats, results):
     tl.store(results.stamp, number)
 
 
-def advance_seats(seats: Seats, rows: StepRows, walk: WalkResult, results: StepResults) -> None:
+def advance_seats(seats: Seats, rows: StepRows, walk: WalkTensors, results: StepResults) -> None:
     """Commit what the walk emitted; reference_resident.advance_seats_reference defines it.
 
     The ``walk`` of an empty seat is cleared. No tree is deeper than results have room for
@@ -96,7 +96,7 @@ def advance_seats(seats: Seats, rows: StepRows, walk: WalkResult, results: StepR
     )
 
 
-def gather_hidden(features: torch.Tensor, rows: StepRows, walk: WalkResult, results: StepResults) -> None:
+def gather_hidden(features: torch.Tensor, rows: StepRows, walk: WalkTensors, results: StepResults) -> None:
     """Copy the hidden states that gave the committed tokens; call it after ``advance_seats``.
 
     Args:

@@ -175,7 +175,7 @@ def _top_cut(largest, top_k, top_p, at, workspace, TOKENS: tl.constexpr):
 
 @triton.jit
 def row_cut(at, workspace, TOKENS: tl.constexpr):
-    """Return cut value and cut id of a Row.
+    """Return cut value and cut id of a LogitsRow.
 
     Kept tokens are above the value, or equal it with an id up to the cut id.
 

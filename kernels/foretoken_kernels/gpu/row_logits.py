@@ -69,7 +69,7 @@ def raw_logits(first_id, batch, sizes, row, limit, TOKENS: tl.constexpr):
     return tl.load(logits + ids, mask=ids < limit, other=float("-inf"))
 
 
-class Row(NamedTuple):
+class LogitsRow(NamedTuple):
     """One row of a batch, as kernels pass it on.
 
     Attributes:
@@ -88,7 +88,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def row_logits(first_id, at, TOKENS: tl.constexpr):
-    """Return float32 [TOKENS] processed logits of a Row from ``first_id`` on, -inf from
+    """Return float32 [TOKENS] processed logits of a LogitsRow from ``first_id`` on, -inf from
     ``vocab_limit`` on.
 
     They are divided by the temperature if it is above 0.

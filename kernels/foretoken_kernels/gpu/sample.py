@@ -18,7 +18,7 @@ import triton.language as tl
 
 from foretoken_kernels.gpu.noise import ESTIMATE_ERROR, gumbel_estimate, gumbel_from_words, token_words
 from foretoken_kernels.gpu.row_cut import NO_TOKEN, row_cut
-from foretoken_kernels.gpu.row_logits import Row, parent_of, processed_logits, raw_logits, sample_sizes, slot_of
+from foretoken_kernels.gpu.row_logits import LogitsRow, parent_of, processed_logits, raw_logits, sample_sizes, slot_of
 from foretoken_kernels.sampler_state import NO_SAMPLE, NOT_ALLOWED, SampleBatch, SamplerState
 
 CHUNK_TOKENS = 2048
@@ -98,7 +98,7 @@ def _cut_kernel(batch, state, workspace, sizes, num_seqs, TOKENS: tl.constexpr):
     is_cut = is_cut | (tl.load(state.min_p + slot) > 0.0)
     if is_cut & (tl.load(state.temperature + slot) > 0.0):
         masks_stops = tl.load(batch.num_outputs + seq) + depth < tl.load(state.min_tokens + slot)
-        at = Row(batch, state, sizes, row, start, slot, masks_stops)
+        at = LogitsRow(batch, state, sizes, row, start, slot, masks_stops)
         cut, cut_id = row_cut(at, workspace, TOKENS)
     tl.store(workspace.depths + row, depth)
     tl.store(workspace.cut_values + row, cut)

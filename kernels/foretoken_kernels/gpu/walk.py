@@ -19,7 +19,7 @@ from foretoken_kernels.sampler_state import (
     NOT_ALLOWED,
     SampleBatch,
     SamplerState,
-    WalkResult,
+    WalkTensors,
 )
 
 _NODES_AT_ONCE = 128
@@ -114,7 +114,7 @@ def _walk_kernel(
 
 
 def walk(
-    batch: SampleBatch, sampled: torch.Tensor, state: SamplerState, result: WalkResult, update_state: bool = True
+    batch: SampleBatch, sampled: torch.Tensor, state: SamplerState, result: WalkTensors, update_state: bool = True
 ) -> None:
     """Find the tokens that each sequence commits; reference_sampling.walk_reference defines it.
 

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.routing.fleet import Fleet
 from gateway.routing.prefix import prefix_keys
-from gateway.routing.router import Decision, Reason, Router
+from gateway.routing.router import Decision, Router, RoutingReason
 
 
 def fleet_of(num_verifiers: int, *, rows: int = 16) -> Fleet:
@@ -39,7 +39,7 @@ def test_without_a_verifier_there_is_no_decision_and_of_one_no_choice() -> None:
     number = fleet.add("a:1")
     assert router.route(prefix_keys(prompt(1), None)) is None
     fleet.open(number, "model")
-    assert router.route(prefix_keys(prompt(1), None)) == Decision(number, Reason.ONLY)
+    assert router.route(prefix_keys(prompt(1), None)) == Decision(number, RoutingReason.ONLY)
     fleet.close(number)
     assert router.route(prefix_keys(prompt(1), None)) is None
 
@@ -50,7 +50,7 @@ def test_a_conversation_stays_and_other_gateways_agree() -> None:
         tokens = prompt(name, 2000)
         homes = {route(router, tokens[:length]) for router in (first, second) for length in (80, 200, 900, 2000)}
         assert len(homes) == 1
-        assert homes.pop().reason is Reason.AFFINITY
+        assert homes.pop().reason is RoutingReason.AFFINITY
 
 
 def test_prefixes_and_tenants_are_spread_over_all() -> None:
@@ -84,13 +84,13 @@ def test_above_its_bound_the_next_in_the_prefix_order_takes_it() -> None:
     # 46 with the new one, times 1.25, over 4: at most 14.4.
     fleet.update(home, load=13, rows=16)
     fleet.remember(1.0)
-    assert route(Router(fleet), prompt(1)) == Decision(home, Reason.AFFINITY)
+    assert route(Router(fleet), prompt(1)) == Decision(home, RoutingReason.AFFINITY)
     fleet.update(home, load=15, rows=16)
     # A moment's load is chance, the usual one is not.
-    assert route(Router(fleet), prompt(1)) == Decision(home, Reason.AFFINITY)
+    assert route(Router(fleet), prompt(1)) == Decision(home, RoutingReason.AFFINITY)
     fleet.remember(1.0)
     spread = route(Router(fleet), prompt(1))
-    assert spread.reason is Reason.SPREAD and spread.number != home
+    assert spread.reason is RoutingReason.SPREAD and spread.number != home
     # Any gateway chooses the same one: it is the first without the home.
     fleet.close(home)
     assert route(Router(fleet), prompt(1)).number == spread.number
@@ -104,12 +104,12 @@ def test_a_burst_that_is_no_chance_spreads_at_once_and_a_lull_ends_it() -> None:
     fleet.remember(1.0)
     # (30 + 23 + 1) / 4 = 13.5; the 16 rows, and twice its root, are 23.3.
     fleet.update(home, load=23, rows=16)
-    assert route(Router(fleet), prompt(1)) == Decision(home, Reason.AFFINITY)
+    assert route(Router(fleet), prompt(1)) == Decision(home, RoutingReason.AFFINITY)
     fleet.update(home, load=26, rows=16)
-    assert route(Router(fleet), prompt(1)).reason is Reason.SPREAD
+    assert route(Router(fleet), prompt(1)).reason is RoutingReason.SPREAD
     fleet.remember(1.0)
     fleet.update(home, load=9, rows=16)
-    assert route(Router(fleet), prompt(1)) == Decision(home, Reason.AFFINITY)
+    assert route(Router(fleet), prompt(1)) == Decision(home, RoutingReason.AFFINITY)
 
 
 def test_a_prefix_waits_for_no_seat_while_another_verifier_has_one() -> None:
@@ -119,15 +119,15 @@ def test_a_prefix_waits_for_no_seat_while_another_verifier_has_one() -> None:
     fleet.update(home, load=250, rows=256)
     fleet.update(1 - home, load=204, rows=256)
     fleet.remember(1.0)
-    assert route(Router(fleet), prompt(1)) == Decision(home, Reason.AFFINITY)
+    assert route(Router(fleet), prompt(1)) == Decision(home, RoutingReason.AFFINITY)
     # Within 1.25 times the mean, which is 240 with the new one.
     fleet.update(home, load=275, rows=256)
     fleet.remember(1.0)
-    assert route(Router(fleet), prompt(1)) == Decision(1 - home, Reason.SPREAD)
+    assert route(Router(fleet), prompt(1)) == Decision(1 - home, RoutingReason.SPREAD)
     # Where all sequences wait, it may as well be there.
     fleet.update(1 - home, load=260, rows=256)
     fleet.remember(1.0)
-    assert route(Router(fleet), prompt(1)) == Decision(home, Reason.AFFINITY)
+    assert route(Router(fleet), prompt(1)) == Decision(home, RoutingReason.AFFINITY)
 
 
 def test_a_wide_bound_keeps_to_the_prefix() -> None:
@@ -135,8 +135,8 @@ def test_a_wide_bound_keeps_to_the_prefix() -> None:
     home = route(Router(fleet), prompt(1)).number
     fleet.update(home, load=10, rows=16)
     fleet.remember(1.0)
-    assert route(Router(fleet), prompt(1)).reason is Reason.SPREAD
-    assert route(Router(fleet, load_bound=100), prompt(1)) == Decision(home, Reason.AFFINITY)
+    assert route(Router(fleet), prompt(1)).reason is RoutingReason.SPREAD
+    assert route(Router(fleet, load_bound=100), prompt(1)) == Decision(home, RoutingReason.AFFINITY)
 
 
 def test_a_nearly_idle_verifier_is_never_above_its_bound() -> None:
@@ -145,10 +145,10 @@ def test_a_nearly_idle_verifier_is_never_above_its_bound() -> None:
     # Far above the mean, but below a 64th of its rows.
     fleet.update(home, load=3, rows=256)
     fleet.remember(1.0)
-    assert route(Router(fleet), prompt(1)) == Decision(home, Reason.AFFINITY)
+    assert route(Router(fleet), prompt(1)) == Decision(home, RoutingReason.AFFINITY)
     fleet.update(home, load=8, rows=256)
     fleet.remember(1.0)
-    assert route(Router(fleet), prompt(1)).reason is Reason.SPREAD
+    assert route(Router(fleet), prompt(1)).reason is RoutingReason.SPREAD
 
 
 def test_a_verifier_with_more_rows_may_have_more_load() -> None:
@@ -157,22 +157,22 @@ def test_a_verifier_with_more_rows_may_have_more_load() -> None:
     fleet.update(1 - home, load=10, rows=16)
     fleet.update(home, load=30, rows=64)
     fleet.remember(1.0)
-    assert route(Router(fleet), prompt(1)) == Decision(home, Reason.AFFINITY)
+    assert route(Router(fleet), prompt(1)) == Decision(home, RoutingReason.AFFINITY)
     fleet.update(home, load=30, rows=16)
-    assert route(Router(fleet), prompt(1)) == Decision(1 - home, Reason.SPREAD)
+    assert route(Router(fleet), prompt(1)) == Decision(1 - home, RoutingReason.SPREAD)
 
 
 def test_a_full_cache_or_queue_sends_requests_elsewhere() -> None:
     fleet = fleet_of(2)
     home = route(Router(fleet), prompt(1)).number
     fleet.update(home, load=0, fill=0.97)
-    assert route(Router(fleet), prompt(1)) == Decision(1 - home, Reason.SPREAD)
+    assert route(Router(fleet), prompt(1)) == Decision(1 - home, RoutingReason.SPREAD)
     fleet.update(1 - home, load=1, fill=0.99)
     # Both will preempt: the one with less to do.
-    assert route(Router(fleet), prompt(1)) == Decision(home, Reason.LOAD)
+    assert route(Router(fleet), prompt(1)) == Decision(home, RoutingReason.LOAD)
     fleet.update(home, load=0, room=1)
-    assert Router(fleet).route(prefix_keys(prompt(1), None), num_new=2) == Decision(1 - home, Reason.ONLY)
-    assert Router(fleet).route(prefix_keys(prompt(1), None), num_new=1) == Decision(home, Reason.AFFINITY)
+    assert Router(fleet).route(prefix_keys(prompt(1), None), num_new=2) == Decision(1 - home, RoutingReason.ONLY)
+    assert Router(fleet).route(prefix_keys(prompt(1), None), num_new=1) == Decision(home, RoutingReason.AFFINITY)
 
 
 def test_only_verifiers_of_the_model_take_its_sequences() -> None:
@@ -180,7 +180,7 @@ def test_only_verifiers_of_the_model_take_its_sequences() -> None:
     router = Router(fleet)
     fleet.open(2, "other")
     keys = prompt(1)
-    assert router.route(prefix_keys(keys, None), model="other") == Decision(2, Reason.ONLY)
+    assert router.route(prefix_keys(keys, None), model="other") == Decision(2, RoutingReason.ONLY)
     assert router.route(prefix_keys(keys, None), model="third") is None
     chosen = {router.route(prefix_keys(prompt(name), None), model="model") for name in range(100)}
     assert {decision.number for decision in chosen if decision is not None} == {0, 1, 3}
@@ -193,7 +193,7 @@ def test_a_short_prompt_goes_where_the_least_load_is_and_ties_are_spread() -> No
     assert len(ties) == 4 and max(ties.values()) < 100
     for number in (0, 1, 3):
         fleet.update(number, load=2)
-    assert route(router, [1, 2, 3]) == Decision(2, Reason.LOAD)
+    assert route(router, [1, 2, 3]) == Decision(2, RoutingReason.LOAD)
 
 
 def serve(router: Router, fleet: Fleet, prompts: Sequence[Sequence[int]], running: int) -> list[Decision]:
@@ -245,7 +245,7 @@ def test_one_prompt_alone_fills_all_verifiers_under_load() -> None:
     decisions = serve(Router(fleet), fleet, [prompt(1)] * 400, running=64)
     load = Counter(decision.number for decision in decisions[200:])
     assert max(load.values()) - min(load.values()) <= 6
-    assert {decision.reason for decision in decisions[200:]} == {Reason.SPREAD}
+    assert {decision.reason for decision in decisions[200:]} == {RoutingReason.SPREAD}
 
 
 @pytest.mark.parametrize("num_verifiers", [1, 2, 7, 33])

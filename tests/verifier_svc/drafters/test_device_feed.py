@@ -38,7 +38,7 @@ from verifier_svc.drafters.attachment import AttachmentSettings
 from verifier_svc.drafters.deadline import Deadline
 from verifier_svc.drafters.device_feed import ResidentFeed, as_seats, can_feed
 from verifier_svc.drafters.handle import DrafterHandle
-from verifier_svc.drafters.request import Row, Shape
+from verifier_svc.drafters.request import DraftRow, Shape
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.scheduling.hidden_states import HiddenSlice, PassHiddenStates
 from verifier_svc.scheduling.sequence import Sequence as Running
@@ -160,7 +160,9 @@ def test_changes_between_all_transports(monkeypatch: pytest.MonkeyPatch) -> None
     for may_feed in (True, False):
         count = [0]
 
-        def sometimes(rows: Sequence[Row], layout: ResidentLayout, may: bool = may_feed, at: list[int] = count) -> bool:
+        def sometimes(
+            rows: Sequence[DraftRow], layout: ResidentLayout, may: bool = may_feed, at: list[int] = count
+        ) -> bool:
             at[0] += 1
             return may and at[0] % 3 != 0 and can_feed(rows, layout)
 
@@ -309,7 +311,7 @@ class SentRows:
         width = layout.hidden_width
         self.buffer = torch.arange(20 * width).to(layout.hidden_dtype).view(20, width)
 
-    def row(self, slot: int, length: int, new: list[int], places: list[int], left: int = 9, **fields: Any) -> Row:
+    def row(self, slot: int, length: int, new: list[int], places: list[int], left: int = 9, **fields: Any) -> DraftRow:
         params = SamplingParams(temperature=0.0, max_tokens=length + left - 1)
         submit = Submit(SequenceKey(1, "r", slot), 0, (1,), (), params, ORACLE, None, None)
         sequence = Running(submit, max_model_len=64, eos_ids=frozenset(), token_limit=VOCAB, now=0.0)
@@ -318,7 +320,7 @@ class SentRows:
         whole = PassHiddenStates(places, self.buffer, lambda rows: self.buffer[rows].float().numpy())
         hidden = [HiddenSlice(whole, 0, 1), HiddenSlice(whole, 1, len(places))] if len(places) > 1 else []
         hidden = hidden or [HiddenSlice(whole, 0, len(places))]
-        row = Row(sequence, slot, 0, length, new, hidden, [], (), Shape(4, 2, 1), True)
+        row = DraftRow(sequence, slot, 0, length, new, hidden, [], (), Shape(4, 2, 1), True)
         return row._replace(**fields)
 
 

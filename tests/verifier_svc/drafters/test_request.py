@@ -3,17 +3,17 @@ from __future__ import annotations
 import pytest
 
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from verifier_svc.drafters.request import NO_DRAFT, RequestKind, Row, Shape
+from verifier_svc.drafters.request import NO_DRAFT, DraftRow, RequestKind, Shape
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.scheduling.sequence import Sequence
 
 CHAIN = Shape(4, 3, 1)
 
 
-def row(shape: Shape, sampling: SamplingParams, new_tokens: int = 2) -> Row:
+def row(shape: Shape, sampling: SamplingParams, new_tokens: int = 2) -> DraftRow:
     submit = Submit(SequenceKey(1, "r", 0), 0, (1, 2), (), sampling, SpeculationOptions(), None, None)
     sequence = Sequence(submit, max_model_len=64, eos_ids=frozenset(), token_limit=8, now=0.0)
-    return Row(sequence, 0, 0, 2, [1] * new_tokens, [], [], (), shape, True)
+    return DraftRow(sequence, 0, 0, 2, [1] * new_tokens, [], [], (), shape, True)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.draft_requests import draft_batch
 from verifier_svc.drafters.attachment import Attachment, AttachmentSettings
 from verifier_svc.drafters.handle import DrafterHandle
-from verifier_svc.drafters.request import Row, Shape, request_of
+from verifier_svc.drafters.request import DraftRow, Shape, request_of
 from verifier_svc.drafters.source import MAX_CONSECUTIVE_FAILURES, CircuitBreaker
 from verifier_svc.drafters.waits import AFFORDABLE_SHARE, AFFORDABLE_TIMEOUTS
 from verifier_svc.messages import SequenceKey, Submit
@@ -94,7 +94,7 @@ def attachment_of(handle: DrafterHandle) -> Attachment:
     return handle.attachment
 
 
-def rows(count: int, *, tokens: int = 1, shape: Shape = CHAIN) -> list[Row]:
+def rows(count: int, *, tokens: int = 1, shape: Shape = CHAIN) -> list[DraftRow]:
     found = []
     for slot in range(count):
         submit = Submit(
@@ -102,11 +102,11 @@ def rows(count: int, *, tokens: int = 1, shape: Shape = CHAIN) -> list[Row]:
         )
         sequence = Running(submit, max_model_len=64, eos_ids=frozenset(), token_limit=40, now=0.0)
         sequence.slot, sequence.generation = slot, 1
-        found.append(Row(sequence, slot, 1, 9, [TOKEN] * tokens, [], [], (), shape, True))
+        found.append(DraftRow(sequence, slot, 1, 9, [TOKEN] * tokens, [], [], (), shape, True))
     return found
 
 
-def ask(handle: DrafterHandle, asked: Sequence[Row]) -> None:
+def ask(handle: DrafterHandle, asked: Sequence[DraftRow]) -> None:
     attachment = attachment_of(handle)
     attachment.post(list(asked))
     attachment.collect(lambda _: 0.0)
@@ -142,7 +142,7 @@ def test_kinds_are_as_coarse_as_graphs() -> None:
     drafter = Drafter()
     handle = handle_of(drafter)
 
-    def sent(*counts: int) -> list[Row]:
+    def sent(*counts: int) -> list[DraftRow]:
         """Return rows with so many new tokens; the first two want trees."""
         shapes = [CHAIN] * 2 + [Shape(1, 1, 1)] * (len(counts) - 2)
         return [
