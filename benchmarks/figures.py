@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foretoken.bench.completion import Completion
+from foretoken.bench.completion import StreamedCompletion
 
 NGRAM = 8
 
@@ -34,7 +34,7 @@ class Timing:
         return 1e3 / self.tokens_per_s
 
 
-def timing_of(completion: Completion) -> Timing:
+def timing_of(completion: StreamedCompletion) -> Timing:
     """Return a completion's times at the client. Time to first token begins with the request."""
     return Timing(
         completion.num_tokens,
@@ -52,7 +52,7 @@ def decode_rate(timings: Sequence[Timing]) -> float:
     return num_tokens / seconds
 
 
-def concurrent_rate(completions: Sequence[Completion]) -> float:
+def concurrent_rate(completions: Sequence[StreamedCompletion]) -> float:
     """Return tokens that arrived while all streams were active / length of that time.
 
     The window goes from the last first token of a stream to the first last token of one. It
@@ -66,7 +66,7 @@ def concurrent_rate(completions: Sequence[Completion]) -> float:
     return sum(tokens_by(each, end) - tokens_by(each, start) for each in completions) / (end - start)
 
 
-def tokens_by(completion: Completion, at: float) -> int:
+def tokens_by(completion: StreamedCompletion, at: float) -> int:
     """Return the output tokens that had arrived by ``at``.
 
     The stream must have running totals (continuous_usage_stats).

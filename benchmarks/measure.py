@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from benchmarks.figures import Timing, concurrent_rate, decode_rate, timing_of
 from benchmarks.prompts import BenchPrompt
-from foretoken.bench.completion import Completion
+from foretoken.bench.completion import StreamedCompletion
 
 Progress = Callable[[str], None]
 # Sends all bodies to the server at once, and returns their completions in order.
-Complete = Callable[[Sequence[dict[str, Any]]], list[Completion]]
+Complete = Callable[[Sequence[dict[str, Any]]], list[StreamedCompletion]]
 
 
 class Decoder(Protocol):
@@ -202,7 +202,7 @@ class Bench:
 
     def _request(
         self, workload: Workload, index: int, *, speculative: bool, salt: str | None = None, **fields: Any
-    ) -> Completion:
+    ) -> StreamedCompletion:
         body = self._body(workload, index, speculative=speculative, salt=salt) | fields
         (completion,) = self._complete([body])
         _check(completion, workload, index, speculative=speculative, cold=salt is None)
@@ -224,7 +224,7 @@ class Bench:
         }
 
 
-def _check(completion: Completion, workload: Workload, index: int, *, speculative: bool, cold: bool) -> None:
+def _check(completion: StreamedCompletion, workload: Workload, index: int, *, speculative: bool, cold: bool) -> None:
     """Raise UnexpectedAnswerError unless the completion matches its request."""
     prompt = workload.prompts[index]
     if completion.num_tokens != workload.num_tokens:

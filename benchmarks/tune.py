@@ -35,10 +35,10 @@ from benchmarks.stack import terminable
 from foretoken.bench.client import Address
 from foretoken.bench.load import Clients, running_clients
 from foretoken.bench.run import prompts_of
-from foretoken.bench.target import RequestOptions, Target, served_model
+from foretoken.bench.target import BenchTarget, RequestOptions, served_model
 from foretoken.errors import ForetokenError
 from foretoken.tune import report
-from foretoken.tune.candidates import Candidate, Drafter, Shape, bounds_of, candidates, parse_shape
+from foretoken.tune.candidates import Candidate, ShapeFlags, TunedDrafter, bounds_of, candidates, parse_shape
 from foretoken.tune.choice import best_of
 from foretoken.tune.measure import Meter
 from foretoken.tune.server import running_server
@@ -46,7 +46,7 @@ from foretoken.tune.settings import TuneSettings
 from foretoken.tune.tuner import Findings, Tuner
 
 DEMO = environment.ROOT / "models" / "demo"
-DRAFTERS = (Drafter("eagle3", has_model=True), Drafter("ngram", has_model=False))
+DRAFTERS = (TunedDrafter("eagle3", has_model=True), TunedDrafter("ngram", has_model=False))
 NUM_CORES = 2
 NUM_PROMPTS = 128
 OUTPUT_LEN = 64
@@ -74,9 +74,9 @@ class Served:
         most = str(self.max_running)
         return [str(self.target), "--disable-radix-cache", "--max-running-requests", most, "--drafter", self.head]
 
-    def flags_for(self, shapes: Sequence[Shape]) -> list[str]:
+    def flags_for(self, shapes: Sequence[ShapeFlags]) -> list[str]:
         """Return the flags of a server with both drafters that admits all shapes."""
-        _, topk, nodes = bounds_of(shapes, Shape(1, 4, 8))
+        _, topk, nodes = bounds_of(shapes, ShapeFlags(1, 4, 8))
         bounds = ["--speculative-eagle-topk", str(topk), "--speculative-num-draft-tokens", str(nodes)]
         return [*self.flags(), "--drafter", NGRAM, *bounds]
 
@@ -130,9 +130,9 @@ class Servers:
             target, prompts, self._clients, batch, size, timeout_s, settings.seed, lambda candidate, rate: None
         )
 
-    def _target(self, address: Address) -> Target:
+    def _target(self, address: Address) -> BenchTarget:
         options = RequestOptions(self._settings.endpoint, self._settings.output_len, self._settings.temperature)
-        return Target("server", address, served_model(address), options)
+        return BenchTarget("server", address, served_model(address), options)
 
 
 def hold(
@@ -160,7 +160,7 @@ def hold(
 
 
 def hold_by_flags(
-    settings: TuneSettings, servers: Servers, served: Served, shape: Shape, num_pairs: int
+    settings: TuneSettings, servers: Servers, served: Served, shape: ShapeFlags, num_pairs: int
 ) -> tuple[list[Figure], dict[str, Any]]:
     """Compare requests that ask for a shape, within the usual bounds, with a server whose flags fix it."""
     asked = Candidate(f"eagle3 {shape.name}", ("eagle3",), shape)
@@ -195,7 +195,7 @@ def _named(findings: Findings) -> dict[str, dict[str, list[float]]]:
     }
 
 
-def _flags(shape: Shape) -> list[str]:
+def _flags(shape: ShapeFlags) -> list[str]:
     names = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
     return [word for name, value in zip(names, shape, strict=True) for word in (name, str(value))]
 

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from benchmarks.arm_server import SERVED_NAME
 from benchmarks.measure import UnexpectedAnswerError
 from benchmarks.prompts import code_prompts
-from foretoken.bench.load import Answer
-from foretoken.bench.stream import Stream
+from foretoken.bench.load import CompletedRequest
+from foretoken.bench.stream import UserStream
 
 # Different held-out prompts; a larger load repeats them, each under a salt of its own.
 MOST_CODE_PROMPTS = 640
@@ -110,7 +110,7 @@ class Workload:
             for _ in range(min(count, MOST_CODE_PROMPTS))
         ]
 
-    def check(self, answers: Sequence[Answer]) -> None:
+    def check(self, answers: Sequence[CompletedRequest]) -> None:
         """Raise UnexpectedAnswerError unless all answers have the right length and nothing was cached."""
         for answer in answers:
             if answer.num_tokens != self.output_tokens:
@@ -155,7 +155,7 @@ class Requests:
     prompts: Sequence[list[int]]
     body: Mapping[str, Any]
 
-    def closed(self, point: Point, count: int) -> list[Stream]:
+    def closed(self, point: Point, count: int) -> list[UserStream]:
         """Return one stream of ``count`` requests for each user."""
         bodies = self._bodies()
         rounds = [[next(bodies) for _ in range(point.concurrency)] for _ in range(count)]
@@ -164,17 +164,17 @@ class Requests:
             is_odd = bool(ODD.get(point.case)) and user == point.concurrency - 1
             odd = ODD[point.case] if is_odd else {}
             requests = tuple({**each[user], **odd} for each in rounds)
-            streams.append(Stream(requests, group=ODD_GROUP if is_odd else ""))
+            streams.append(UserStream(requests, group=ODD_GROUP if is_odd else ""))
         return streams
 
-    def poisson(self, rate: float, seconds: float, seed: str) -> list[Stream]:
+    def poisson(self, rate: float, seconds: float, seed: str) -> list[UserStream]:
         """Return requests that arrive at random for ``seconds``, ``rate`` a second on average."""
         generator = random.Random(seed)
         bodies = self._bodies()
-        streams: list[Stream] = []
+        streams: list[UserStream] = []
         at = generator.expovariate(rate)
         while at < seconds or not streams:
-            streams.append(Stream((next(bodies),), at))
+            streams.append(UserStream((next(bodies),), at))
             at += generator.expovariate(rate)
         return streams
 

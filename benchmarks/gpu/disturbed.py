@@ -16,7 +16,7 @@ from benchmarks.gpu.faults import Fault
 from benchmarks.gpu.watch import Return, Sighting, Watch, drafters_return
 from benchmarks.stack import StackError, service
 from foretoken.bench.client import Address, OnArrival, complete
-from foretoken.bench.completion import Completion, Recording
+from foretoken.bench.completion import Recording, StreamedCompletion
 from foretoken.supervisor import STABLE_AFTER_S
 
 # Arrivals (of one or several tokens) that each stream has received before the fault.
@@ -44,7 +44,7 @@ class Course:
         said: the supervisor's log lines.
     """
 
-    rounds: list[list[Completion]]
+    rounds: list[list[StreamedCompletion]]
     fault_at: float
     back: Return
     well_at: float
@@ -70,7 +70,7 @@ class Subject:
     output_tokens: int
     _stable_at: float = field(init=False, default_factory=lambda: time.perf_counter() + SETTLE_S)
 
-    def round(self, batch: int, on_arrival: OnArrival = lambda recordings: None) -> list[Completion]:
+    def round(self, batch: int, on_arrival: OnArrival = lambda recordings: None) -> list[StreamedCompletion]:
         """Complete the first ``batch`` prompts at once. Raises StreamError."""
         bodies = [
             {
@@ -87,7 +87,7 @@ class Subject:
         ]
         return complete(self.address, bodies, RECOVERY_TIMEOUT_S, on_arrival)
 
-    def settle(self, batch: int, fault: Fault) -> list[list[Completion]]:
+    def settle(self, batch: int, fault: Fault) -> list[list[StreamedCompletion]]:
         """Run undisturbed rounds, at least one, until no process is too young for ``fault``."""
         rounds = [self.round(batch)]
         while fault.ends_at_once and time.perf_counter() < self._stable_at:
@@ -121,7 +121,7 @@ class Subject:
         self._stable_at = well_at + SETTLE_S
         return Course(rounds, strike.at, back, well_at, restarted, self._said(num_lines))
 
-    def _rounds(self, batch: int, strike: Strike, is_over: threading.Event) -> list[list[Completion]]:
+    def _rounds(self, batch: int, strike: Strike, is_over: threading.Event) -> list[list[StreamedCompletion]]:
         rounds = []
         while not is_over.is_set():
             rounds.append(self.round(batch, strike))
@@ -134,7 +134,7 @@ class Subject:
         watch: Watch,
         strike: Strike,
         before: Sighting,
-        running: Future[list[list[Completion]]],
+        running: Future[list[list[StreamedCompletion]]],
         num_lines: int,
     ) -> tuple[Return, float]:
         """Send the other signals of the fault when they are due, then wait for the recovery."""

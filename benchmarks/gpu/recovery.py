@@ -35,7 +35,7 @@ from benchmarks.gpu.pauses import longest_pause, pauses_after
 from benchmarks.gpu.provenance import run_facts
 from benchmarks.prompts import code_prompts
 from benchmarks.stack import StackError, describe, running_stack
-from foretoken.bench.completion import Completion, StreamError
+from foretoken.bench.completion import StreamedCompletion, StreamError
 from foretoken.mps import PIPES
 
 FORMAT = 1
@@ -189,15 +189,15 @@ def describe_row(row: dict[str, Any]) -> str:
     return f"MPS {row['mps']}, {row['fault']}, batch {row['batch']}: {', '.join(seen)}{others}"
 
 
-def _arrivals(completions: Sequence[Completion]) -> list[list[float]]:
+def _arrivals(completions: Sequence[StreamedCompletion]) -> list[list[float]]:
     return [[chunk.at for chunk in completion.chunks] for completion in completions]
 
 
-def _texts(completions: Sequence[Completion]) -> list[str]:
+def _texts(completions: Sequence[StreamedCompletion]) -> list[str]:
     return [completion.text for completion in completions]
 
 
-def _num_others(rounds: Sequence[Sequence[Completion]], expected: Sequence[str]) -> int:
+def _num_others(rounds: Sequence[Sequence[StreamedCompletion]], expected: Sequence[str]) -> int:
     return sum(
         text != wanted for completions in rounds for text, wanted in zip(_texts(completions), expected, strict=True)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from foretoken.bench.load import Load
+from foretoken.bench.load import LoadResult
 from foretoken.bench.measures import percentile, ttft_s
 
 # From this CPU share on, a client process may be what limits the load.
@@ -18,7 +18,7 @@ LAG_LIMIT = 0.1
 LEAST_LAG_S = 0.005
 
 
-def client_figures(load: Load) -> dict[str, Any]:
+def client_figures(load: LoadResult) -> dict[str, Any]:
     """Return what the clients say about themselves.
 
     ``lag``: how late their event loops were. ``late``: how much later than due requests were sent.
@@ -32,7 +32,7 @@ def client_figures(load: Load) -> dict[str, Any]:
     }
 
 
-def limits(load: Load) -> list[str]:
+def limits(load: LoadResult) -> list[str]:
     """Return a line for each sign that the clients limited this load; none if they did not."""
     signs: list[str] = []
     if load.busiest > CLIENT_LIMIT:
@@ -46,6 +46,6 @@ def limits(load: Load) -> list[str]:
     return signs
 
 
-def _lag_limit(load: Load) -> float:
+def _lag_limit(load: LoadResult) -> float:
     ttft: Sequence[float] = [ttft_s(answer) for answer in load.answers]
     return max(LEAST_LAG_S, LAG_LIMIT * percentile(ttft, 0.5))

@@ -15,7 +15,14 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from foretoken.bench.completion import Completion, Recording, StreamError, error_text, read_completion, take_apart
+from foretoken.bench.completion import (
+    Recording,
+    StreamedCompletion,
+    StreamError,
+    error_text,
+    read_completion,
+    take_apart,
+)
 from foretoken.hosts import bracketed
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -82,7 +89,7 @@ class Address:
 OnArrival = Callable[[Sequence[Recording]], None]
 
 
-class Exchange(asyncio.Protocol):
+class RecordedExchange(asyncio.Protocol):
     """One connection: a request, and the recording of its response."""
 
     def __init__(self, on_arrival: Callable[[], None] = lambda: None) -> None:
@@ -166,16 +173,16 @@ class Connector:
     def __init__(self, address: Address, timeout_s: float) -> None:
         self._address, self._timeout_s = address, timeout_s
         self._context = ssl.create_default_context() if address.is_encrypted else None
-        self._open: set[Exchange] = set()
+        self._open: set[RecordedExchange] = set()
 
     @contextlib.asynccontextmanager
-    async def connected(self, on_arrival: Callable[[], None] = lambda: None) -> AsyncIterator[Exchange]:
-        """Open a connection and yield its Exchange. Raises StreamError if the server does not answer."""
+    async def connected(self, on_arrival: Callable[[], None] = lambda: None) -> AsyncIterator[RecordedExchange]:
+        """Open a connection and yield its RecordedExchange. Raises StreamError if the server does not answer."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._timeout_s):
                 _, exchange = await loop.create_connection(
-                    lambda: Exchange(on_arrival), self._address.host, self._address.port, ssl=self._context
+                    lambda: RecordedExchange(on_arrival), self._address.host, self._address.port, ssl=self._context
                 )
         except OSError as error:
             raise StreamError(f"{self._address}: {error or type(error).__name__}") from error
@@ -199,7 +206,7 @@ def complete(
     bodies: Sequence[dict[str, Any]],
     timeout_s: float = 120.0,
     on_arrival: OnArrival = lambda recordings: None,
-) -> list[Completion]:
+) -> list[StreamedCompletion]:
     """POST all bodies to /v1/completions at once, each on its own connection, and read all streams.
 
     Raises:
@@ -237,7 +244,7 @@ async def _record(
 ) -> list[Recording]:
     """Open all connections, send all requests at once, and return the responses."""
     connector = Connector(address, timeout_s)
-    exchanges: list[Exchange] = []
+    exchanges: list[RecordedExchange] = []
 
     def tell() -> None:
         on_arrival([exchange.recording for exchange in exchanges])

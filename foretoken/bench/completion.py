@@ -23,7 +23,7 @@ class StreamError(ForetokenError):
     """The server refused a request, broke a stream, or sent something other than completions."""
 
 
-class RefusedError(StreamError):
+class HttpStatusError(StreamError):
     """The server answered with an error status."""
 
     def __init__(self, status: int, body: bytes) -> None:
@@ -71,7 +71,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class StreamedCompletion:
     """One streamed completion. ``sent_at`` is in perf_counter seconds.
 
     ``token_ids`` is empty unless the request asked for it. ``speculation`` has the server's own
@@ -100,16 +100,16 @@ class Completion:
         return self.chunks[-1].at
 
 
-def read_completion(recording: Recording) -> Completion:
+def read_completion(recording: Recording) -> StreamedCompletion:
     """Parse one recorded stream of /v1/completions or /v1/chat/completions.
 
-    An output of tokens without text has one chunk, the one that ends it. Raises RefusedError for an
+    An output of tokens without text has one chunk, the one that ends it. Raises HttpStatusError for an
     error status, and StreamError if the stream is incomplete or has no usage: chunks do not say how
     many tokens there are.
     """
     status, pieces = take_apart(recording)
     if status != 200:
-        raise RefusedError(status, b"".join(piece for piece, _ in pieces))
+        raise HttpStatusError(status, b"".join(piece for piece, _ in pieces))
     chunks: list[Chunk] = []
     token_ids: list[int] = []
     usage: dict[str, Any] | None = None
@@ -134,7 +134,7 @@ def read_completion(recording: Recording) -> Completion:
                 chunks.append(Chunk(recording.arrival(end), text, so_far))
     if not done or usage is None or not chunks:
         raise StreamError("the stream ended without text, usage or [DONE]")
-    return Completion(
+    return StreamedCompletion(
         recording.sent_at,
         tuple(chunks),
         tuple(token_ids),

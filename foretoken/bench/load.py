@@ -22,8 +22,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from foretoken.bench.client import Address, Connector, run_loop
-from foretoken.bench.completion import Completion, Recording, RefusedError, StreamError, read_completion
-from foretoken.bench.stream import Stream
+from foretoken.bench.completion import HttpStatusError, Recording, StreamedCompletion, StreamError, read_completion
+from foretoken.bench.stream import UserStream
 from foretoken.bench.supply import MORE, Supply
 
 # All clients begin this long after they have been told to.
@@ -39,7 +39,7 @@ OnProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CompletedRequest:
     """The times of one completed request, in perf_counter seconds, and its tokens.
 
     ``gaps`` are the seconds between two chunks that follow each other. ``due_at`` is when the
@@ -61,7 +61,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadResult:
     """What the clients saw.
 
     Attributes:
@@ -71,7 +71,7 @@ class Load:
         started_at, ended_at: perf_counter seconds.
     """
 
-    answers: list[Answer]
+    answers: list[CompletedRequest]
     busiest: float
     failures: list[str] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class _Work:
     address: Address
-    streams: Sequence[Stream]
+    streams: Sequence[UserStream]
     timeout_s: float
     # Streams that run at once; 0: all.
     limit: int
@@ -126,7 +126,7 @@ class Clients:
         for pipe in self._pipes:
             pipe.close()
 
-    def run(self, address: Address, streams: Sequence[Stream], timeout_s: float = 120.0) -> Load:
+    def run(self, address: Address, streams: Sequence[UserStream], timeout_s: float = 120.0) -> LoadResult:
         """Send all streams' requests and return the answers.
 
         Raises:
@@ -140,14 +140,14 @@ class Clients:
     def drive(
         self,
         address: Address,
-        streams: Sequence[Stream],
+        streams: Sequence[UserStream],
         timeout_s: float = 120.0,
         limit: int = 0,
         on_progress: OnProgress = lambda count: None,
         *,
         duration_s: float = math.inf,
-        more: Iterator[Stream] | None = None,
-    ) -> Load:
+        more: Iterator[UserStream] | None = None,
+    ) -> LoadResult:
         """Send all streams' requests; return the answers, and why the others failed.
 
         Args:
@@ -181,11 +181,11 @@ def running_clients(count: int) -> Iterator[Clients]:
 
 
 def _collect(
-    pipes: Sequence[Connection], on_progress: OnProgress, next_streams: Callable[[], list[Stream]]
-) -> list[Load]:
+    pipes: Sequence[Connection], on_progress: OnProgress, next_streams: Callable[[], list[UserStream]]
+) -> list[LoadResult]:
     """Return each client's load; a number from a client is how many of its requests have ended."""
     ended = dict.fromkeys(pipes, 0)
-    loads: dict[Connection, Load] = {}
+    loads: dict[Connection, LoadResult] = {}
     while len(loads) < len(pipes):
         for pipe in wait([pipe for pipe in pipes if pipe not in loads]):
             assert isinstance(pipe, Connection)
@@ -193,7 +193,7 @@ def _collect(
             if found == MORE:
                 pipe.send(next_streams())
                 continue
-            if isinstance(found, Load):
+            if isinstance(found, LoadResult):
                 loads[pipe] = found
                 found = len(found.answers) + len(found.failures)
             ended[pipe] = found
@@ -201,8 +201,8 @@ def _collect(
     return [loads[pipe] for pipe in pipes]
 
 
-def _joined(loads: Sequence[Load]) -> Load:
-    return Load(
+def _joined(loads: Sequence[LoadResult]) -> LoadResult:
+    return LoadResult(
         [answer for load in loads for answer in load.answers],
         max(load.busiest for load in loads),
         [failure for load in loads for failure in load.failures],
@@ -221,7 +221,7 @@ def _client(pipe: Connection) -> None:
             work: _Work = pipe.recv()
         except EOFError:
             return
-        run = _Run(work, pipe.send, pipe if work.has_more else None)
+        run = _ClientRun(work, pipe.send, pipe if work.has_more else None)
         pipe.send("prepared")
         start = pipe.recv()
         # A collection would hold the event loop up. The next run's collection takes what is left.
@@ -241,7 +241,7 @@ class _Response:
     recording: Recording
 
 
-class _Run:
+class _ClientRun:
     """One client's share of a load."""
 
     def __init__(self, work: _Work, tell: OnProgress, pipe: Connection | None = None) -> None:
@@ -256,7 +256,7 @@ class _Run:
         self._failures: list[str] = []
         self._lags: list[float] = []
 
-    async def load(self, start: float) -> Load:
+    async def load(self, start: float) -> LoadResult:
         """Run all streams from ``start`` on (perf_counter seconds)."""
         await asyncio.sleep(max(0.0, start - time.perf_counter()))
         used = time.process_time()
@@ -275,13 +275,13 @@ class _Run:
         for response in self._responses:
             try:
                 answers.append(answer_of(read_completion(response.recording), response.group, response.due_at))
-            except RefusedError as error:
+            except HttpStatusError as error:
                 self._failures.append(self._work.address.refusal(error.status_code, error.body))
             except StreamError as error:
                 self._failures.append(error.message)
-        return Load(answers, busy, self._failures, self._lags, start, ended)
+        return LoadResult(answers, busy, self._failures, self._lags, start, ended)
 
-    def _encode(self, streams: Sequence[Stream]) -> None:
+    def _encode(self, streams: Sequence[UserStream]) -> None:
         for stream in streams:
             if not stream.is_conversation:
                 requests = [self._work.address.request("POST", stream.path, body) for body in stream.bodies]
@@ -307,7 +307,7 @@ class _Run:
         """Whether no request may start any more."""
         return time.perf_counter() >= self._ends_at
 
-    async def _converse(self, stream: Stream, due_at: float) -> None:
+    async def _converse(self, stream: UserStream, due_at: float) -> None:
         """Send one turn after the other; the first that fails ends the conversation."""
         messages: list[dict[str, Any]] = []
         for body in stream.bodies:
@@ -325,7 +325,7 @@ class _Run:
                 return
             due_at = time.perf_counter()
 
-    async def _send(self, stream: Stream, request: bytes, due_at: float) -> Recording | None:
+    async def _send(self, stream: UserStream, request: bytes, due_at: float) -> Recording | None:
         """Send a request and keep its response; None if it failed."""
         try:
             async with self._connector.connected() as exchange:
@@ -357,10 +357,10 @@ class _Run:
                 told = ended
 
 
-def answer_of(completion: Completion, group: str, due_at: float = 0.0) -> Answer:
+def answer_of(completion: StreamedCompletion, group: str, due_at: float = 0.0) -> CompletedRequest:
     """Return a completion's times and counts."""
     gaps = tuple(later.at - earlier.at for earlier, later in itertools.pairwise(completion.chunks))
-    return Answer(
+    return CompletedRequest(
         completion.sent_at,
         completion.first_at,
         completion.last_at,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foretoken.bench.load import Answer
+from foretoken.bench.load import CompletedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Bounds:
     tpot_s: float = math.inf
     e2e_s: float = math.inf
 
-    def hold(self, answer: Answer) -> bool:
+    def hold(self, answer: CompletedRequest) -> bool:
         """Return whether the request met all bounds."""
         return ttft_s(answer) <= self.ttft_s and tpot_s(answer) <= self.tpot_s and e2e_s(answer) <= self.e2e_s
 
@@ -43,32 +43,32 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
-def ttft_s(answer: Answer) -> float:
+def ttft_s(answer: CompletedRequest) -> float:
     """Return the seconds from sending the request to its first chunk."""
     return answer.first_at - answer.sent_at
 
 
-def tpot_s(answer: Answer) -> float:
+def tpot_s(answer: CompletedRequest) -> float:
     """Return (last chunk - first chunk) / (tokens - 1); 0.0 for one token."""
     return (answer.last_at - answer.first_at) / (answer.num_tokens - 1) if answer.num_tokens > 1 else 0.0
 
 
-def e2e_s(answer: Answer) -> float:
+def e2e_s(answer: CompletedRequest) -> float:
     """Return the seconds from sending the request to its last chunk."""
     return answer.last_at - answer.sent_at
 
 
-def normalized_s(answer: Answer) -> float:
+def normalized_s(answer: CompletedRequest) -> float:
     """Return the seconds of the whole request for each of its output tokens."""
     return e2e_s(answer) / max(answer.num_tokens, 1)
 
 
-def duration_s(answers: Sequence[Answer]) -> float:
+def duration_s(answers: Sequence[CompletedRequest]) -> float:
     """Return last token - first submission."""
     return max(answer.last_at for answer in answers) - min(answer.sent_at for answer in answers)
 
 
-def figures_of(answers: Sequence[Answer], bounds: Bounds = GOOD) -> dict[str, Any]:
+def figures_of(answers: Sequence[CompletedRequest], bounds: Bounds = GOOD) -> dict[str, Any]:
     """Return a row's figures. ``tokens_per_s`` = usage tokens / (last token - first submission).
 
     ``interactivity_pN`` = 1 / percentile N of the seconds per output token of whole requests: that

@@ -40,7 +40,7 @@ WORDS = _COMMON.split()
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class LoadPrompt:
     """One request, or a conversation of several.
 
     Attributes:
@@ -54,7 +54,7 @@ class Prompt:
     group: str = ""
 
     @classmethod
-    def of_text(cls, *texts: str, output_len: int | None = None, group: str = "") -> Prompt:
+    def of_text(cls, *texts: str, output_len: int | None = None, group: str = "") -> LoadPrompt:
         """Return a prompt of one user's texts."""
         turns = tuple(({"role": "user", "content": text},) for text in texts)
         return cls(turns, output_len, group)
@@ -89,7 +89,7 @@ class Lengths:
 MakeText = Callable[[random.Random, int], str]
 
 
-def random_prompts(lengths: Lengths, make_text: MakeText, seed: str) -> Iterator[Prompt]:
+def random_prompts(lengths: Lengths, make_text: MakeText, seed: str) -> Iterator[LoadPrompt]:
     """Yield prompts of random words without end; equal seeds yield equal prompts.
 
     Each begins with one of ``num_prefixes`` texts, if ``prefix_len`` is not 0. The prefixes are the
@@ -101,13 +101,13 @@ def random_prompts(lengths: Lengths, make_text: MakeText, seed: str) -> Iterator
     while True:
         num_words, output_len = lengths.draw(generator)
         text = make_text(generator, num_words)
-        yield Prompt.of_text(
+        yield LoadPrompt.of_text(
             f"{generator.choice(prefixes)} {text}" if prefixes else text,
             output_len=output_len,
         )
 
 
-def repeated(prompts: Sequence[Prompt], seed: str) -> Iterator[Prompt]:
+def repeated(prompts: Sequence[LoadPrompt], seed: str) -> Iterator[LoadPrompt]:
     """Yield prompts in random order without end; each comes again only after all others."""
     generator = random.Random(seed)
     while True:
@@ -142,7 +142,7 @@ def text_by_count(count: CountTokens) -> MakeText:
     return make
 
 
-def read_prompts(layout: str, path: Path, count: CountTokens | None) -> list[Prompt]:
+def read_prompts(layout: str, path: Path, count: CountTokens | None) -> list[LoadPrompt]:
     """Read prompts from a file.
 
     Args:
@@ -157,7 +157,7 @@ def read_prompts(layout: str, path: Path, count: CountTokens | None) -> list[Pro
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--dataset-path: cannot read {path}: {error}") from None
     if layout == "file" and path.suffix not in (".json", ".jsonl"):
-        found = [Prompt.of_text(line) for line in text.splitlines() if line.strip()]
+        found = [LoadPrompt.of_text(line) for line in text.splitlines() if line.strip()]
     else:
         read = {"file": _from_file, "sharegpt": _from_sharegpt, "speed-bench": _from_speed_bench}[layout]
         found = []
@@ -186,21 +186,21 @@ def _rows(text: str, path: Path) -> list[Any]:
         raise ConfigError(f"--dataset-path: {path} is neither a JSON list nor JSON lines: {error}") from None
 
 
-def _from_file(row: Any, count: CountTokens | None) -> Prompt:
+def _from_file(row: Any, count: CountTokens | None) -> LoadPrompt:
     """Read ``{"prompt": text}`` or ``{"messages": [...]}``, with ``output_len`` and ``category`` if given."""
     if isinstance(row, str):
-        return Prompt.of_text(row)
+        return LoadPrompt.of_text(row)
     output_len = row.get("output_len")
     group = str(row.get("category") or "")
     if "messages" in row:
         messages = tuple(dict(message) for message in row["messages"])
         if not messages:
             raise ValueError("no messages")
-        return Prompt((messages,), _positive(output_len), group)
-    return Prompt.of_text(_text(row["prompt"]), output_len=_positive(output_len), group=group)
+        return LoadPrompt((messages,), _positive(output_len), group)
+    return LoadPrompt.of_text(_text(row["prompt"]), output_len=_positive(output_len), group=group)
 
 
-def _from_sharegpt(row: Any, count: CountTokens | None) -> Prompt | None:
+def _from_sharegpt(row: Any, count: CountTokens | None) -> LoadPrompt | None:
     """Read a ShareGPT conversation's first question; its reply's length is the output's.
 
     ``{"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": text}, ...]}``.
@@ -210,10 +210,10 @@ def _from_sharegpt(row: Any, count: CountTokens | None) -> Prompt | None:
     if len(turns) < 2 or turns[0]["from"] not in ("human", "user") or not turns[0]["value"].strip():
         return None
     reply = _text(turns[1]["value"])
-    return Prompt.of_text(turns[0]["value"], output_len=max(1, count(reply)) if count else None)
+    return LoadPrompt.of_text(turns[0]["value"], output_len=max(1, count(reply)) if count else None)
 
 
-def _from_speed_bench(row: Any, count: CountTokens | None) -> Prompt:
+def _from_speed_bench(row: Any, count: CountTokens | None) -> LoadPrompt:
     """Read a SPEED-Bench question: ``{"question_id": ..., "category": ..., "turns": [text, ...]}``.
 
     The servers' own answers stand between the turns.
@@ -221,7 +221,7 @@ def _from_speed_bench(row: Any, count: CountTokens | None) -> Prompt:
     turns = [_text(turn) for turn in row["turns"]]
     if not turns:
         raise ValueError("no turns")
-    return Prompt.of_text(*turns, group=str(row.get("category") or ""))
+    return LoadPrompt.of_text(*turns, group=str(row.get("category") or ""))
 
 
 def _text(value: Any) -> str:

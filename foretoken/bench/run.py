@@ -18,13 +18,13 @@ from foretoken import __version__
 from foretoken.bench import report
 from foretoken.bench.client import Address
 from foretoken.bench.load import default_clients, running_clients
-from foretoken.bench.prompts import CountTokens, Lengths, Prompt, random_prompts, read_prompts, repeated
+from foretoken.bench.prompts import CountTokens, Lengths, LoadPrompt, random_prompts, read_prompts, repeated
 from foretoken.bench.settings import BenchSettings, LoadSettings
-from foretoken.bench.sweep import Point, Prompts, Row, Sweep
+from foretoken.bench.sweep import Prompts, Row, Sweep, SweepPoint
 from foretoken.bench.target import (
     DEFAULT_OUTPUT_LEN,
+    BenchTarget,
     RequestOptions,
-    Target,
     served_model,
     takes_ignore_eos,
     text_maker,
@@ -40,7 +40,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class BenchOutcome:
     """What was measured.
 
     Attributes:
@@ -53,7 +53,7 @@ class Outcome:
     rows: list[Row]
 
 
-def run(settings: BenchSettings, say: Say) -> Outcome:
+def run(settings: BenchSettings, say: Say) -> BenchOutcome:
     """Make all measurements and write the files. ``say`` gets lines of progress and warnings.
 
     Raises:
@@ -91,18 +91,18 @@ def run(settings: BenchSettings, say: Say) -> Outcome:
         write_file(settings.picture, report.draw(rows), "--picture")
     for line in report.bottlenecks(rows):
         say(line)
-    return Outcome(_text(rows, names), report.failures(rows), rows)
+    return BenchOutcome(_text(rows, names), report.failures(rows), rows)
 
 
-def points_of(settings: BenchSettings) -> list[Point]:
+def points_of(settings: BenchSettings) -> list[SweepPoint]:
     """Return the loads to measure: one for each concurrency and each rate."""
     concurrencies = settings.max_concurrency or (() if settings.request_rate else (1,))
-    return [Point(concurrency=number) for number in concurrencies] + [
-        Point(rate=rate) for rate in settings.request_rate
+    return [SweepPoint(concurrency=number) for number in concurrencies] + [
+        SweepPoint(rate=rate) for rate in settings.request_rate
     ]
 
 
-def _targets(settings: BenchSettings) -> list[Target]:
+def _targets(settings: BenchSettings) -> list[BenchTarget]:
     """Return one server, named by its model, or the two to compare."""
     options = RequestOptions(
         endpoint=settings.endpoint,
@@ -115,7 +115,7 @@ def _targets(settings: BenchSettings) -> list[Target]:
     first = address_of(settings.url, settings.api_key, "")
     if settings.compare_url is None:
         model = settings.model or served_model(first)
-        return [Target(model, first, model, options)]
+        return [BenchTarget(model, first, model, options)]
     second = address_of(settings.compare_url, settings.compare_api_key or settings.api_key, "compare_")
     # What the first request of a pair left in the cache would serve the second one.
     is_same = str(first) == str(second)
@@ -123,8 +123,8 @@ def _targets(settings: BenchSettings) -> list[Target]:
     extra = settings.compare_extra_request_body
     others = replace(options, extra=settings.extra_request_body if extra is None else extra)
     return [
-        Target("first", first, settings.model or served_model(first), options),
-        Target("second", second, settings.compare_model or served_model(second), others),
+        BenchTarget("first", first, settings.model or served_model(first), options),
+        BenchTarget("second", second, settings.compare_model or served_model(second), others),
     ]
 
 
@@ -144,7 +144,7 @@ def address_of(url: str, key: SecretStr | None, prefix: str) -> Address:
     return replace(address, key_from=f"{setting.shown.env} or {setting.flag}")
 
 
-def _checked(target: Target, say: Say) -> Target:
+def _checked(target: BenchTarget, say: Say) -> BenchTarget:
     """Return a target whose requests the server takes. Raises ForetokenError if it takes none."""
     if target.options.ignore_eos and not takes_ignore_eos(target):
         say(f"{target.name}: {target.address} does not take ignore_eos: outputs may end early")
@@ -152,13 +152,13 @@ def _checked(target: Target, say: Say) -> Target:
     return target
 
 
-def prompts_of(settings: LoadSettings, target: Target) -> Prompts:
+def prompts_of(settings: LoadSettings, target: BenchTarget) -> Prompts:
     """Return what makes prompts from a seed; ``target`` shows how long words are."""
     count = _token_counter(settings.tokenizer) if settings.tokenizer is not None else None
     if settings.dataset_path is not None:
         found = read_prompts(settings.dataset_name, settings.dataset_path, count)
 
-        def of_file(seed: str) -> Iterator[Prompt]:
+        def of_file(seed: str) -> Iterator[LoadPrompt]:
             return repeated(found, seed)
 
         return of_file
@@ -211,7 +211,7 @@ def _line(row: Row) -> str:
     )
 
 
-def _facts(settings: BenchSettings, targets: list[Target]) -> dict[str, Any]:
+def _facts(settings: BenchSettings, targets: list[BenchTarget]) -> dict[str, Any]:
     hidden = {"url", "compare_url", "api_key", "compare_api_key"}
     return {
         "version": __version__,

@@ -12,14 +12,14 @@ from typing import Any
 from foretoken.bench.client import Address, get
 from foretoken.bench.completion import StreamError
 from foretoken.bench.counters import Counters, by_label, counters, increase, tokens_per_step, total
-from foretoken.bench.load import Answer
+from foretoken.bench.load import CompletedRequest
 
 ACCEPTED_BY_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 SERVER_INFO = ("/server_info", "/get_server_info")
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterShare:
+class DrafterAcceptance:
     """How many of one drafter's tokens were accepted."""
 
     name: str
@@ -42,10 +42,10 @@ class Speculation:
     source: str
     tokens_per_step: float
     acceptance: tuple[float, ...] = ()
-    drafters: tuple[DrafterShare, ...] = ()
+    drafters: tuple[DrafterAcceptance, ...] = ()
 
 
-def from_answers(answers: Sequence[Answer]) -> Speculation | None:
+def from_answers(answers: Sequence[CompletedRequest]) -> Speculation | None:
     """Return the sum of the answers' own figures (``metrics.speculative_decoding``); None without any.
 
     A step without a draft gives one token. vLLM does not count such steps.
@@ -67,7 +67,7 @@ def from_answers(answers: Sequence[Answer]) -> Speculation | None:
         share = drafters.setdefault(name, [0, 0])
         share[0] += counts["num_draft_tokens"]
         share[1] += counts["num_accepted_draft_tokens"]
-    shares = tuple(DrafterShare(name, *counts) for name, counts in sorted(drafters.items()))
+    shares = tuple(DrafterAcceptance(name, *counts) for name, counts in sorted(drafters.items()))
     return Speculation("answers", 1 + accepted / steps if steps else 1.0, acceptance, shares)
 
 
@@ -81,7 +81,7 @@ def from_counters(rises: Mapping[str, float]) -> Speculation | None:
     acceptance = tuple(accepted.get(position, 0.0) / drafts for position in range(most))
     taken = by_label(rises, "spec_decode_num_accepted_tokens", "drafter")
     shares = tuple(
-        DrafterShare(name, int(drafted), int(taken.get(name, 0)))
+        DrafterAcceptance(name, int(drafted), int(taken.get(name, 0)))
         for name, drafted in sorted(by_label(rises, "spec_decode_num_draft_tokens", "drafter").items())
     )
     return Speculation("/metrics", tokens_per_step(rises), acceptance, shares)
@@ -96,14 +96,14 @@ def from_server_info(info: Mapping[str, Any]) -> Speculation | None:
     return Speculation("/server_info, since its start", float(length))
 
 
-class Watched:
+class WatchedServer:
     """Reads a server's figures before and after a load."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self._before = self._counters()
 
-    def speculation(self, answers: Sequence[Answer]) -> Speculation | None:
+    def speculation(self, answers: Sequence[CompletedRequest]) -> Speculation | None:
         """Return the load's figures, from the nearest place; None if the server says nothing."""
         if (own := from_answers(answers)) is not None:
             return own

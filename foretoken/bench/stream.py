@@ -9,7 +9,7 @@ from foretoken.bench.client import COMPLETIONS
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class UserStream:
     """One user's request bodies; the first is sent ``starts_after`` seconds after the start.
 
     ``group`` is a label that its answers keep.

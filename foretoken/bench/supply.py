@@ -7,7 +7,7 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from foretoken.bench.stream import Stream
+from foretoken.bench.stream import UserStream
 
 # A client sends it when it needs more streams, and gets a list of them: an empty one if there are no more.
 MORE = "more"
@@ -25,7 +25,7 @@ class Supply:
     """Hands out streams in order of their starts. It asks for more before it has none."""
 
     def __init__(
-        self, streams: Sequence[Stream], prepare: Callable[[Sequence[Stream]], None], pipe: Pipe | None
+        self, streams: Sequence[UserStream], prepare: Callable[[Sequence[UserStream]], None], pipe: Pipe | None
     ) -> None:
         """
         Args:
@@ -39,7 +39,7 @@ class Supply:
         self._least = len(streams) // 2
         self._arrival: asyncio.Task[None] | None = None
 
-    async def next(self) -> Stream | None:
+    async def next(self) -> UserStream | None:
         """Return the next stream; None if there are no more."""
         while True:
             if self._pipe is not None and self._arrival is None and len(self._waiting) <= self._least:
@@ -58,7 +58,7 @@ class Supply:
     async def _take_more(self, pipe: Pipe) -> None:
         pipe.send(MORE)
         # In a thread, so that the event loop does not wait for it.
-        streams: list[Stream] = await asyncio.to_thread(pipe.recv)
+        streams: list[UserStream] = await asyncio.to_thread(pipe.recv)
         self._prepare(streams)
         self._waiting += streams
         if not streams:

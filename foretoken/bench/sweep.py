@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from foretoken.bench.bottleneck import client_figures, limits
-from foretoken.bench.load import Answer, Clients, Load, OnProgress
+from foretoken.bench.load import Clients, CompletedRequest, LoadResult, OnProgress
 from foretoken.bench.measures import Bounds, figures_of
-from foretoken.bench.prompts import Prompt
-from foretoken.bench.speculation import Watched, from_answers
-from foretoken.bench.stream import Stream
-from foretoken.bench.target import Target
+from foretoken.bench.prompts import LoadPrompt
+from foretoken.bench.speculation import WatchedServer, from_answers
+from foretoken.bench.stream import UserStream
+from foretoken.bench.target import BenchTarget
 
 # Prompts of a measurement whose number is not given.
 LEAST_PROMPTS, PROMPTS_A_STREAM, SECONDS = 32, 4, 20.0
@@ -27,13 +27,13 @@ STREAMS_A_CLIENT, RATE_A_CLIENT = 32, 20.0
 
 Row = dict[str, Any]
 # From a seed to prompts without end; equal seeds give equal prompts.
-Prompts = Callable[[str], Iterator[Prompt]]
+Prompts = Callable[[str], Iterator[LoadPrompt]]
 # Called with a load's name, ended and all requests; 0: nobody knows how many there will be.
 Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SweepPoint:
     """One load: ``concurrency`` requests at once, or ``rate`` arrivals a second."""
 
     concurrency: int = 0
@@ -71,8 +71,8 @@ class Sweep:
     ``num_prompts`` 0: the number is not given. ``duration_s`` inf: there is no limit.
     """
 
-    targets: Sequence[Target]
-    points: Sequence[Point]
+    targets: Sequence[BenchTarget]
+    points: Sequence[SweepPoint]
     prompts: Prompts
     clients: Clients
     rounds: int = 1
@@ -102,10 +102,10 @@ class Sweep:
                 rows = {target.name: self._measure(target, point, seed, report) for target in turns}
                 yield from ({**rows[target.name], "round": number} for target in self.targets)
 
-    def _measure(self, target: Target, point: Point, seed: str, report: Report) -> Row:
+    def _measure(self, target: BenchTarget, point: SweepPoint, seed: str, report: Report) -> Row:
         streams, more = self._streams(target, point, seed)
         total = 0 if more is not None else sum(len(stream.bodies) for stream in streams)
-        watched = Watched(target.address)
+        watched = WatchedServer(target.address)
         load = self.clients.drive(
             target.address,
             streams,
@@ -117,7 +117,9 @@ class Sweep:
         )
         return self._row(target, point, load, watched)
 
-    def _streams(self, target: Target, point: Point, seed: str) -> tuple[list[Stream], Iterator[Stream] | None]:
+    def _streams(
+        self, target: BenchTarget, point: SweepPoint, seed: str
+    ) -> tuple[list[UserStream], Iterator[UserStream] | None]:
         """Return the streams of a measurement, and what follows them if their number is not known."""
         starts = itertools.takewhile(lambda at: at < self.duration_s, point.arrivals(seed))
         streams = (target.stream(prompt, at) for at, prompt in zip(starts, self.prompts(seed), strict=False))
@@ -127,7 +129,7 @@ class Sweep:
             return list(streams), None
         return list(itertools.islice(streams, AHEAD * point.concurrency)), streams
 
-    def _row(self, target: Target, point: Point, load: Load, watched: Watched) -> Row:
+    def _row(self, target: BenchTarget, point: SweepPoint, load: LoadResult, watched: WatchedServer) -> Row:
         speculation = watched.speculation(load.answers) if load.answers else None
         return {
             "server": target.name,
@@ -147,9 +149,9 @@ class Sweep:
         }
 
 
-def categories(answers: Sequence[Answer]) -> dict[str, Row]:
+def categories(answers: Sequence[CompletedRequest]) -> dict[str, Row]:
     """Return a few figures of each category; none if the prompts have no categories."""
-    groups: dict[str, list[Answer]] = {}
+    groups: dict[str, list[CompletedRequest]] = {}
     for answer in answers:
         groups.setdefault(answer.group, []).append(answer)
     if set(groups) <= {""}:

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from foretoken.bench.client import CHAT, COMPLETIONS, Address, get, post
 from foretoken.bench.completion import StreamError
-from foretoken.bench.prompts import CountTokens, MakeText, Message, Prompt, text_by_count, text_by_rate, words_text
-from foretoken.bench.stream import Stream
+from foretoken.bench.prompts import CountTokens, LoadPrompt, MakeText, Message, text_by_count, text_by_rate, words_text
+from foretoken.bench.stream import UserStream
 from foretoken.errors import ConfigError, UnavailableError
 
 Endpoint = Literal["completions", "chat"]
@@ -40,7 +40,7 @@ class RequestOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class BenchTarget:
     """One server and the model that it is asked for. ``name`` is its column in reports."""
 
     name: str
@@ -68,14 +68,14 @@ class Target:
             body["cache_salt"] = uuid.uuid4().hex
         return body | dict(options.extra)
 
-    def stream(self, prompt: Prompt, starts_after: float = 0.0) -> Stream:
+    def stream(self, prompt: LoadPrompt, starts_after: float = 0.0) -> UserStream:
         """Return a user who sends one prompt. Raises ConfigError if it needs a chat."""
         if self.options.endpoint == "chat":
             bodies = tuple(self.body(list(turn), prompt.output_len) for turn in prompt.turns)
-            return Stream(bodies, starts_after, prompt.group, CHAT, is_conversation=len(bodies) > 1)
+            return UserStream(bodies, starts_after, prompt.group, CHAT, is_conversation=len(bodies) > 1)
         if prompt.text is None:
             raise ConfigError("--dataset-path: some prompts are conversations: give --endpoint chat")
-        return Stream((self.body(prompt.text, prompt.output_len),), starts_after, prompt.group, COMPLETIONS)
+        return UserStream((self.body(prompt.text, prompt.output_len),), starts_after, prompt.group, COMPLETIONS)
 
     def trial(self, text: str) -> tuple[int, str, int]:
         """Send a request for one token without a stream; return status, error text and its prompt's tokens.
@@ -112,7 +112,7 @@ def served_model(address: Address) -> str:
         raise UnavailableError(f"{address} answers, but is not an OpenAI-compatible server") from None
 
 
-def takes_ignore_eos(target: Target) -> bool:
+def takes_ignore_eos(target: BenchTarget) -> bool:
     """Return whether the server takes ``ignore_eos``; a server that knows it not may refuse the request.
 
     Raises:
@@ -126,7 +126,7 @@ def takes_ignore_eos(target: Target) -> bool:
     raise StreamError(f"{target.address}: {why}")
 
 
-def text_maker(target: Target, count: CountTokens | None) -> MakeText:
+def text_maker(target: BenchTarget, count: CountTokens | None) -> MakeText:
     """Return a maker of texts of a number of tokens: exact with ``count``, else by two trial requests.
 
     Raises:

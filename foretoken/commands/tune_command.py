@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from foretoken.bench.client import Address
     from foretoken.commands.service_settings import TuneOptions
     from foretoken.commands.tuning import Trial
-    from foretoken.tune.run import Outcome
+    from foretoken.tune.run import TuneOutcome
 
 # The status of a program that Ctrl-C ended.
 INTERRUPTED = 130
@@ -78,7 +78,7 @@ def _server(given: Given, options: TuneOptions, trial: Trial | None) -> Iterator
         yield address
 
 
-def _comments(outcome: Outcome, trial: Trial | None) -> Iterator[str]:
+def _comments(outcome: TuneOutcome, trial: Trial | None) -> Iterator[str]:
     """Yield what the config file says in comments."""
     yield f"Written by foretoken tune {outcome.facts['version']}, {outcome.facts['began_at']}."
     yield from outcome.lines

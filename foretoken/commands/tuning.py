@@ -14,8 +14,8 @@ from foretoken.commands.config_file import YAML_SUFFIXES, Value
 from foretoken.commands.given import Given
 from foretoken.commands.service_settings import ServeOptions, TuneOptions, settings_of_command, verifier_stack
 from foretoken.errors import ConfigError
-from foretoken.tune.candidates import AUTO, PLAIN, Drafter, Shape, bounds_of
-from foretoken.tune.choice import Choice
+from foretoken.tune.candidates import AUTO, PLAIN, ShapeFlags, TunedDrafter, bounds_of
+from foretoken.tune.choice import LimitedCandidate
 from foretoken.tune.run import check_files
 from gateway.config import GatewaySettings
 from verifier_svc.config import DEFAULT_NODES, VerifierSettings
@@ -45,11 +45,11 @@ class Trial:
 
     words: list[str]
     specs: list[DrafterSpec]
-    bounds: Shape
+    bounds: ShapeFlags
 
     @property
-    def drafters(self) -> list[Drafter]:
-        return [Drafter(spec.name, spec.row.runs_model) for spec in self.specs]
+    def drafters(self) -> list[TunedDrafter]:
+        return [TunedDrafter(spec.name, spec.row.runs_model) for spec in self.specs]
 
 
 def trial_of(given: Given, options: TuneOptions) -> tuple[Trial, tuple[str, ...]]:
@@ -57,7 +57,7 @@ def trial_of(given: Given, options: TuneOptions) -> tuple[Trial, tuple[str, ...]
 
     Raises ConfigError and CheckpointError as a start would. A hub id is downloaded.
     """
-    least = Shape(1, int(VerifierSettings.model_fields["speculative_eagle_topk"].default), DEFAULT_NODES)
+    least = ShapeFlags(1, int(VerifierSettings.model_fields["speculative_eagle_topk"].default), DEFAULT_NODES)
     kinds = (DrafterSettings, VerifierSettings, ServeOptions)
     wanted = {name for kind in kinds for name in kind.model_fields} - _OF_NETWORK - _FOUND | _OF_REQUESTS
     values: dict[str, Any] = {name: value for name, value in given.values.items() if name in wanted}
@@ -74,15 +74,15 @@ def trial_of(given: Given, options: TuneOptions) -> tuple[Trial, tuple[str, ...]
     return Trial(words, [spec for spec, _ in stack.drafters], bounds), (*stack.notices, *notices)
 
 
-def drafters_of(algorithms: Mapping[str, str]) -> list[Drafter]:
+def drafters_of(algorithms: Mapping[str, str]) -> list[TunedDrafter]:
     """Return a running server's drafters from their algorithms by name. An unknown algorithm may have a model."""
     return [
-        Drafter(name, algorithm not in ALGORITHMS or ALGORITHMS[algorithm].runs_model)
+        TunedDrafter(name, algorithm not in ALGORITHMS or ALGORITHMS[algorithm].runs_model)
         for name, algorithm in algorithms.items()
     ]
 
 
-def config_of(given: Given, choice: Choice, trial: Trial | None) -> dict[str, Value | bool]:
+def config_of(given: Given, choice: LimitedCandidate, trial: Trial | None) -> dict[str, Value | bool]:
     """Return the settings with which ``foretoken serve`` does what was chosen, by the keys of a config file.
 
     They include what the user gave, except secrets. ``trial`` None: the server was started by somebody else, so its

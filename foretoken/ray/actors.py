@@ -51,7 +51,7 @@ class Order:
         return [*self.words, *own_words(parse(self.words), number, self.verifier_name(number), self.name)]
 
 
-class Verifier:
+class VerifierActor:
     """An actor with one verifier."""
 
     def __init__(self, words: Sequence[str], folder: str, link_token: str | None) -> None:
@@ -129,7 +129,9 @@ def _start(order: Order, number: int, group: PlacementGroup) -> Any:
         "max_restarts": -1,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
     }
-    return ray.remote(Verifier).options(**options).remote(order.words_of(number), str(Path.cwd()), order.link_token)
+    return (
+        ray.remote(VerifierActor).options(**options).remote(order.words_of(number), str(Path.cwd()), order.link_token)
+    )
 
 
 async def _address(actor: Any) -> str | None:

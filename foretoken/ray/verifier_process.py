@@ -45,7 +45,7 @@ class EndedError(Exception):
 
 
 @dataclass(frozen=True)
-class Load:
+class SequenceCounts:
     """Sequences at a verifier, and how many of them it runs at once."""
 
     running: int
@@ -103,7 +103,7 @@ class VerifierProcess:
             await asyncio.sleep(POLL_S)
         return EndedError(status)
 
-    async def load(self) -> Load | None:
+    async def load(self) -> SequenceCounts | None:
         """Return the verifier's sequences; None while it does not answer."""
         async with rpc.async_channel(self.address, self._credentials) as channel:
             # Any: the generated stub is untyped.
@@ -112,7 +112,7 @@ class VerifierProcess:
                 info = await stub.GetInfo(verifier_pb2.GetInfoRequest(), timeout=FIGURES_TIMEOUT_S)
             except grpc.aio.AioRpcError:
                 return None
-        return Load(info.num_running, info.num_waiting)
+        return SequenceCounts(info.num_running, info.num_waiting)
 
     async def drain(self, timeout_s: float) -> None:
         """Return when the verifier has had no sequence for IDLE_S, or after ``timeout_s``."""

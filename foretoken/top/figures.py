@@ -26,7 +26,7 @@ _BECAUSE = _CHOSEN + "because_"
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadStatus:
     """What runs and waits now, and what happened each second."""
 
     running: int
@@ -53,7 +53,7 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafter:
+class DrafterStatus:
     """One drafter, at all verifiers.
 
     Attributes:
@@ -77,7 +77,7 @@ class Drafter:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ControllerChoice:
     """What one verifier's controller chose last for overlapped steps with one drafter, and why.
 
     ``nodes``, ``levels``: of a tree; ``rows``: of the step, for each sequence. Tokens a second are
@@ -121,7 +121,7 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
-class Verifier:
+class VerifierStatus:
     """One verifier; ``kv_usage``: share of its KV blocks in use, None if it does not answer."""
 
     address: str
@@ -140,12 +140,12 @@ class Figures:
     """
 
     seconds: float
-    load: Load
+    load: LoadStatus
     latencies: Mapping[str, Latency]
-    drafters: tuple[Drafter, ...]
-    choices: tuple[Choice, ...]
+    drafters: tuple[DrafterStatus, ...]
+    choices: tuple[ControllerChoice, ...]
     steps: Steps
-    verifiers: tuple[Verifier, ...]
+    verifiers: tuple[VerifierStatus, ...]
     found_in_prefix_cache: float | None
     preemptions: int
     resumes: int
@@ -177,8 +177,8 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def _load(now: Values, risen: Values, seconds: float) -> Load:
-    return Load(
+def _load(now: Values, risen: Values, seconds: float) -> LoadStatus:
+    return LoadStatus(
         running=int(total(now, "num_requests_running")),
         waiting_in_verifiers=int(total(now, "num_requests_waiting")),
         in_gateways=int(total(now, "gateway_num_requests")),
@@ -191,18 +191,18 @@ def _load(now: Values, risen: Values, seconds: float) -> Load:
     )
 
 
-def _drafters(now: Values, risen: Values) -> tuple[Drafter, ...]:
+def _drafters(now: Values, risen: Values) -> tuple[DrafterStatus, ...]:
     return tuple(_drafter(name, now, risen) for name in sorted(by_label(now, "drafter_info", DRAFTER_LABEL)))
 
 
-def _drafter(name: str, now: Values, risen: Values) -> Drafter:
+def _drafter(name: str, now: Values, risen: Values) -> DrafterStatus:
     drafts = total(risen, "spec_decode_num_drafts_total", drafter=name)
     accepted = total(risen, "spec_decode_num_accepted_tokens_total", drafter=name)
     positions = by_label(risen, "spec_decode_num_accepted_tokens_per_pos_total", "position", drafter=name)
     shares = [positions[position] / drafts if drafts else 0.0 for position in sorted(positions, key=int)]
     while shares and not shares[-1]:
         shares.pop()
-    return Drafter(
+    return DrafterStatus(
         name=name,
         states={
             state: int(count) for state, count in sorted(by_label(now, "drafter_info", "state", drafter=name).items())
@@ -216,7 +216,7 @@ def _drafter(name: str, now: Values, risen: Values) -> Drafter:
     )
 
 
-def _choices(now: Values) -> tuple[Choice, ...]:
+def _choices(now: Values) -> tuple[ControllerChoice, ...]:
     found = []
     for series in sorted(now):
         if series.name != _CHOSEN + "nodes":
@@ -224,7 +224,7 @@ def _choices(now: Values) -> tuple[Choice, ...]:
         figures = {other.name: value for other, value in now.items() if other.labels == series.labels}
         reasons = [name.removeprefix(_BECAUSE) for name, value in figures.items() if _BECAUSE in name and value]
         found.append(
-            Choice(
+            ControllerChoice(
                 drafter=series.label(DRAFTER_LABEL),
                 verifier=series.label(VERIFIER_LABEL),
                 nodes=int(figures[series.name]),
@@ -270,9 +270,9 @@ def _rates(risen: Mapping[str, float], seconds: float) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _verifiers(now: Values) -> tuple[Verifier, ...]:
+def _verifiers(now: Values) -> tuple[VerifierStatus, ...]:
     usage = by_label(now, "kv_cache_usage_perc", VERIFIER_LABEL)
     return tuple(
-        Verifier(address, up == 1.0, usage.get(address))
+        VerifierStatus(address, up == 1.0, usage.get(address))
         for address, up in sorted(by_label(now, "verifier_up", VERIFIER_LABEL).items())
     )

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from foretoken.top.figures import Choice, Drafter, Figures, Latency, StepTime
+from foretoken.top.figures import ControllerChoice, DrafterStatus, Figures, Latency, StepTime
 
 # Of the operator's last requests, which come last and may lie below the terminal's last line.
 MOST_REQUESTS = 5
@@ -103,7 +103,7 @@ def _latencies(latencies: Mapping[str, Latency]) -> RenderableType:
     return Group("", table)
 
 
-def _drafters(drafters: Iterable[Drafter], reasons: Mapping[str, str]) -> RenderableType:
+def _drafters(drafters: Iterable[DrafterStatus], reasons: Mapping[str, str]) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("Drafter", min_width=10, overflow="ellipsis", no_wrap=True)
     table.add_column("state")
@@ -128,7 +128,7 @@ def _drafters(drafters: Iterable[Drafter], reasons: Mapping[str, str]) -> Render
     return Group("", table, *notes) if table.rows else ""
 
 
-def _states(drafter: Drafter) -> str:
+def _states(drafter: DrafterStatus) -> str:
     """Return a drafter's state, counted if there are several verifiers; and how often it was attached, if again."""
     states = drafter.states
     num_verifiers = sum(states.values())
@@ -153,7 +153,7 @@ def _step(time: StepTime) -> str:
     return ", ".join(f"{name} {microseconds / 1e3:.2f}" for name, microseconds in parts.items())
 
 
-def _choice(choice: Choice, *, is_named: bool) -> str:
+def _choice(choice: ControllerChoice, *, is_named: bool) -> str:
     where = f" at {_shown(choice.verifier)}" if is_named else ""
     shape = f"{choice.nodes} nodes, {choice.levels} levels, {choice.rows:g} rows a sequence"
     rates = f"{_number(choice.tokens_per_second)} tok/s, plain {_number(choice.plain_tokens_per_second)}"

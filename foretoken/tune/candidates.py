@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from foretoken.limits import DRAFTER_JOIN, SHAPE_RANGES
 
 
-class Shape(NamedTuple):
+class ShapeFlags(NamedTuple):
     """Levels of a draft tree, most children of one node, and nodes with the root."""
 
     num_steps: int
@@ -22,7 +22,7 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Drafter:
+class TunedDrafter:
     """A drafter of the server. Without a model, it is tried only as it chooses itself."""
 
     name: str
@@ -40,7 +40,7 @@ class Candidate:
 
     name: str
     drafters: tuple[str, ...] = ()
-    shape: Shape | None = None
+    shape: ShapeFlags | None = None
 
     @property
     def speculative(self) -> dict[str, Any]:
@@ -59,19 +59,19 @@ BASELINES = (PLAIN, AUTO)
 
 # Chains, and the trees among which the controller of overlapped steps chooses if trees may have so many nodes.
 DEFAULT_SHAPES = (
-    *(Shape(length, 1, length + 1) for length in range(1, 8)),
-    Shape(5, 2, 8),
-    Shape(7, 4, 16),
-    Shape(7, 8, 32),
+    *(ShapeFlags(length, 1, length + 1) for length in range(1, 8)),
+    ShapeFlags(5, 2, 8),
+    ShapeFlags(7, 4, 16),
+    ShapeFlags(7, 8, 32),
 )
 
 
-def parse_shape(text: str) -> Shape:
+def parse_shape(text: str) -> ShapeFlags:
     """Parse LEVELS-CHILDREN-NODES. Raises ValueError that says what is wrong."""
     words = text.strip().split("-")
     if len(words) != 3 or not all(word.isascii() and word.isdigit() for word in words):
         raise ValueError(f"expected LEVELS-CHILDREN-NODES such as 3-1-4, got {text!r}")
-    shape = Shape(*map(int, words))
+    shape = ShapeFlags(*map(int, words))
     for value, (name, allowed) in zip(shape, SHAPE_RANGES.items(), strict=True):
         if value not in allowed:
             raise ValueError(f"{text}: {name} must be in {allowed}")
@@ -82,12 +82,14 @@ def parse_shape(text: str) -> Shape:
     return shape
 
 
-def bounds_of(shapes: Sequence[Shape], least: Shape) -> Shape:
+def bounds_of(shapes: Sequence[ShapeFlags], least: ShapeFlags) -> ShapeFlags:
     """Return the smallest bounds of a server's trees that admit all shapes, and ``least``."""
-    return Shape(*(max(values) for values in zip(least, *shapes, strict=True)))
+    return ShapeFlags(*(max(values) for values in zip(least, *shapes, strict=True)))
 
 
-def candidates(drafters: Sequence[Drafter], wanted: Sequence[str], shapes: Sequence[Shape]) -> list[Candidate]:
+def candidates(
+    drafters: Sequence[TunedDrafter], wanted: Sequence[str], shapes: Sequence[ShapeFlags]
+) -> list[Candidate]:
     """Return all candidates, plain decode and ``auto`` first.
 
     Args:
@@ -98,7 +100,7 @@ def candidates(drafters: Sequence[Drafter], wanted: Sequence[str], shapes: Seque
     Raises:
         ValueError: a wanted drafter is not there.
     """
-    by_name: Mapping[str, Drafter] = {drafter.name: drafter for drafter in drafters}
+    by_name: Mapping[str, TunedDrafter] = {drafter.name: drafter for drafter in drafters}
     if not by_name:
         return [PLAIN]
     found = list(BASELINES)

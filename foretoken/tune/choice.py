@@ -16,7 +16,7 @@ Rates = Mapping[int, Mapping[Candidate, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LimitedCandidate:
     """A candidate, and the largest batch that it drafts for; larger ones decode plainly. 0: no limit.
 
     Attributes:
@@ -46,7 +46,7 @@ def best_of(rates: Mapping[Candidate, float]) -> Candidate:
     return max(rates, key=lambda candidate: rates[candidate])
 
 
-def choose(rates: Rates, weights: Mapping[int, float]) -> Choice:
+def choose(rates: Rates, weights: Mapping[int, float]) -> LimitedCandidate:
     """Return the candidate with the best score; of nearly equal ones the simplest."""
     found = [choice for choice in _choices(rates, weights) if choice.score > 0]
     most = max(choice.score for choice in found)
@@ -67,11 +67,11 @@ def score_of(candidate: Candidate, rates: Rates, weights: Mapping[int, float], m
     return math.exp(total / sum(weights[batch] for batch in rates))
 
 
-def _choices(rates: Rates, weights: Mapping[int, float]) -> list[Choice]:
+def _choices(rates: Rates, weights: Mapping[int, float]) -> list[LimitedCandidate]:
     batches = sorted(rates)
     candidates = list(dict.fromkeys(candidate for measured in rates.values() for candidate in measured))
     found = []
     for candidate in candidates:
         limits = [0] if candidate == PLAIN else [0, *batches[:-1]]
-        found += [Choice(candidate, limit, score_of(candidate, rates, weights, limit)) for limit in limits]
+        found += [LimitedCandidate(candidate, limit, score_of(candidate, rates, weights, limit)) for limit in limits]
     return found

@@ -10,7 +10,7 @@ from typing import Any
 from foretoken.bench.load import Clients
 from foretoken.bench.measures import figures_of
 from foretoken.bench.sweep import Prompts
-from foretoken.bench.target import Target
+from foretoken.bench.target import BenchTarget
 from foretoken.errors import ForetokenError
 from foretoken.tune.candidates import Candidate
 
@@ -31,7 +31,7 @@ class Meter:
         on_round: called after each round with the candidate and its tokens a second.
     """
 
-    target: Target
+    target: BenchTarget
     prompts: Prompts
     clients: Clients
     batch: int

@@ -9,7 +9,7 @@ from typing import Any
 
 from foretoken.bench.picture import Mark, Picture
 from foretoken.tune.candidates import AUTO, BASELINES, PLAIN, Candidate
-from foretoken.tune.choice import Choice, best_of, score_of
+from foretoken.tune.choice import LimitedCandidate, best_of, score_of
 from foretoken.tune.tuner import Findings
 
 # With fewer rounds the median may be one lucky round.
@@ -42,7 +42,7 @@ def to_table(findings: Findings, weights: Mapping[int, float]) -> str:
     return "\n".join(lines)
 
 
-def to_lines(findings: Findings, choice: Choice) -> list[str]:
+def to_lines(findings: Findings, choice: LimitedCandidate) -> list[str]:
     """Return sentences: the best candidate for each number of requests at once, and the one for all.
 
     The least and the most of the rounds stand beside each speed.
@@ -66,7 +66,7 @@ def to_lines(findings: Findings, choice: Choice) -> list[str]:
     return lines + _preliminary(findings, choice)
 
 
-def to_caution(choice: Choice, dataset_path: Path | None) -> list[str]:
+def to_caution(choice: LimitedCandidate, dataset_path: Path | None) -> list[str]:
     """Return what to know of the text that was measured; nothing where drafts won on the user's own prompts.
 
     ``dataset_path``: the prompts' file; None: they were random words.
@@ -85,7 +85,7 @@ def to_caution(choice: Choice, dataset_path: Path | None) -> list[str]:
     return []
 
 
-def to_content(findings: Findings, choice: Choice, facts: dict[str, Any]) -> dict[str, Any]:
+def to_content(findings: Findings, choice: LimitedCandidate, facts: dict[str, Any]) -> dict[str, Any]:
     """Return everything as JSON's values."""
     return {
         **facts,
@@ -105,7 +105,7 @@ def to_content(findings: Findings, choice: Choice, facts: dict[str, Any]) -> dic
     }
 
 
-def draw(findings: Findings, choice: Choice) -> str:
+def draw(findings: Findings, choice: LimitedCandidate) -> str:
     """Return a picture: tok/s by requests at once of the choice, the best, ``auto`` and plain decode."""
     rates = medians(findings)
     lines: dict[str, list[Mark]] = {}
@@ -141,7 +141,7 @@ def _rounds(count: int) -> str:
     return f"{count} round{'s' if count != 1 else ''}"
 
 
-def _preliminary(findings: Findings, choice: Choice) -> list[str]:
+def _preliminary(findings: Findings, choice: LimitedCandidate) -> list[str]:
     """Return a line that names what decided with few rounds: winners, the choice, and what they are compared with."""
     few = []
     for batch, rates in medians(findings).items():
@@ -160,7 +160,7 @@ def _preliminary(findings: Findings, choice: Choice) -> list[str]:
     ]
 
 
-def _why(choice: Choice) -> str:
+def _why(choice: LimitedCandidate) -> str:
     if choice.candidate == PLAIN:
         return "Plain decode is best: no drafts are worth their cost here."
     if choice.candidate == AUTO:

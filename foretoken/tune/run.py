@@ -13,19 +13,19 @@ from foretoken.bench.client import Address
 from foretoken.bench.completion import StreamError
 from foretoken.bench.load import default_clients, running_clients
 from foretoken.bench.run import prompts_of
-from foretoken.bench.sweep import Point
-from foretoken.bench.target import RequestOptions, Target, served_model
+from foretoken.bench.sweep import SweepPoint
+from foretoken.bench.target import BenchTarget, RequestOptions, served_model
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.output_file import write_file
 from foretoken.tune import report
-from foretoken.tune.candidates import Candidate, Drafter, candidates
-from foretoken.tune.choice import Choice, choose
+from foretoken.tune.candidates import Candidate, TunedDrafter, candidates
+from foretoken.tune.choice import LimitedCandidate, choose
 from foretoken.tune.settings import TuneSettings
 from foretoken.tune.tuner import Findings, Say, Tuner
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TuneOutcome:
     """What was found.
 
     Attributes:
@@ -36,11 +36,11 @@ class Outcome:
     table: str
     lines: list[str]
     findings: Findings
-    choice: Choice
+    choice: LimitedCandidate
     facts: dict[str, Any]
 
 
-def candidates_of(settings: TuneSettings, drafters: Sequence[Drafter]) -> list[Candidate]:
+def candidates_of(settings: TuneSettings, drafters: Sequence[TunedDrafter]) -> list[Candidate]:
     """Return what to try. Raises ConfigError for a drafter that is not there."""
     try:
         return candidates(drafters, settings.try_drafters, settings.draft_shapes)
@@ -48,7 +48,7 @@ def candidates_of(settings: TuneSettings, drafters: Sequence[Drafter]) -> list[C
         raise ConfigError(f"--try-drafters: {error}") from None
 
 
-def accepted(tried: Sequence[Candidate], target: Target, say: Say) -> list[Candidate]:
+def accepted(tried: Sequence[Candidate], target: BenchTarget, say: Say) -> list[Candidate]:
     """Return the candidates whose requests the server takes. Raises StreamError for another refusal.
 
     A shape may exceed the bounds of the server's flags.
@@ -78,21 +78,21 @@ def check_files(settings: TuneSettings) -> None:
             raise ConfigError(f"{flag}: there is no folder {path.absolute().parent}")
 
 
-def run(settings: TuneSettings, address: Address, tried: Sequence[Candidate], say: Say) -> Outcome:
+def run(settings: TuneSettings, address: Address, tried: Sequence[Candidate], say: Say) -> TuneOutcome:
     """Measure the candidates, and write picture and JSON. ``say`` gets lines of progress.
 
     Raises:
         ForetokenError: a setting does not fit, or a request failed.
     """
     options = RequestOptions(settings.endpoint, settings.output_len, settings.temperature)
-    target = Target("server", address, served_model(address), options)
+    target = BenchTarget("server", address, served_model(address), options)
     if settings.dataset_path is None:
         say(
             "prompts are random words, which suit drafters less than text does; for prompts of yours: "
             "--dataset-name file --dataset-path FILE"
         )
     tried = accepted(tried, target, say)
-    most = max(Point(concurrency=batch).num_clients() for batch in settings.batches)
+    most = max(SweepPoint(concurrency=batch).num_clients() for batch in settings.batches)
     facts = {
         "version": __version__,
         "began_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -114,4 +114,4 @@ def run(settings: TuneSettings, address: Address, tried: Sequence[Candidate], sa
     if settings.output_file is not None:
         content = report.to_content(findings, choice, facts)
         write_file(settings.output_file, json.dumps(content, indent=1) + "\n", "--output-file")
-    return Outcome(report.to_table(findings, settings.weight_of), lines, findings, choice, facts)
+    return TuneOutcome(report.to_table(findings, settings.weight_of), lines, findings, choice, facts)

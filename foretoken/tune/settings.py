@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from foretoken.bench.settings import ABOVE_ZERO, SPLIT, LoadSettings
 from foretoken.config import AUTO, Flag
-from foretoken.tune.candidates import DEFAULT_SHAPES, Shape, parse_shape
+from foretoken.tune.candidates import DEFAULT_SHAPES, ShapeFlags, parse_shape
 
 DEFAULT_BATCHES = (1, 4, 16)
 # Of the full grid, for each candidate.
@@ -97,7 +97,7 @@ class TuneSettings(LoadSettings):
         return dict(zip(numbers, self.weights or [1.0] * len(numbers), strict=True))
 
     @property
-    def draft_shapes(self) -> tuple[Shape, ...]:
+    def draft_shapes(self) -> tuple[ShapeFlags, ...]:
         """The shapes to try."""
         return tuple(map(parse_shape, self.shapes)) or DEFAULT_SHAPES
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from foretoken.bench.load import Clients
 from foretoken.bench.sweep import Prompts
-from foretoken.bench.target import Target
+from foretoken.bench.target import BenchTarget
 from foretoken.errors import ConfigError
 from foretoken.tune.candidates import BASELINES, Candidate
 from foretoken.tune.choice import best_of
@@ -55,7 +55,7 @@ class Tuner:
         self,
         settings: TuneSettings,
         candidates: Sequence[Candidate],
-        target: Target,
+        target: BenchTarget,
         prompts: Prompts,
         clients: Clients,
         say: Say,

@@ -14,13 +14,13 @@ from benchmarks.figures import (
     timing_of,
     tokens_by,
 )
-from foretoken.bench.completion import Chunk, Completion
+from foretoken.bench.completion import Chunk, StreamedCompletion
 
 
-def completion(arrivals: list[tuple[float, int | None]], sent_at: float = 0.0) -> Completion:
+def completion(arrivals: list[tuple[float, int | None]], sent_at: float = 0.0) -> StreamedCompletion:
     """Return a completion whose chunks came at these times, each with the total tokens so far."""
     chunks = tuple(Chunk(at, "x", total) for at, total in arrivals)
-    return Completion(sent_at, chunks, (), 3, 0, arrivals[-1][1] or 0, "length", {})
+    return StreamedCompletion(sent_at, chunks, (), 3, 0, arrivals[-1][1] or 0, "length", {})
 
 
 def test_rate_leaves_the_first_token_out() -> None:

@@ -14,7 +14,7 @@ from benchmarks.paced_server import Pace, run
 from foretoken.bench.client import CHAT, Address, get
 from foretoken.bench.completion import StreamError
 from foretoken.bench.load import running_clients
-from foretoken.bench.stream import Stream
+from foretoken.bench.stream import UserStream
 from foretoken.free_ports import free_ports
 
 
@@ -50,7 +50,7 @@ def is_there(address: Address) -> bool:
 def test_a_paced_answer_has_the_wanted_tokens_in_larger_chunks(address: Address) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 10, "stream": True}
     with running_clients(1) as clients:
-        (answer,) = clients.run(address, [Stream((body,), path=CHAT)]).answers
+        (answer,) = clients.run(address, [UserStream((body,), path=CHAT)]).answers
     # 1, 4, 4 and 1 tokens.
     assert (answer.num_tokens, len(answer.gaps)) == (10, 3)
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.figures import Timing
 from benchmarks.measure import Bench, UnexpectedAnswerError, Workload
 from benchmarks.prompts import BenchPrompt
-from foretoken.bench.completion import Chunk, Completion
+from foretoken.bench.completion import Chunk, StreamedCompletion
 
 PROMPTS = (BenchPrompt((1, 2, 3), "a.py"), BenchPrompt((4, 5, 6), "b.py"), BenchPrompt((7, 8, 9), "c.py"))
 WORKLOAD = Workload("code", PROMPTS, num_tokens=3)
@@ -27,17 +27,17 @@ class ScriptedServer:
         self._cached = cached
         self._changed = changed
 
-    def __call__(self, bodies: Sequence[dict[str, Any]]) -> list[Completion]:
+    def __call__(self, bodies: Sequence[dict[str, Any]]) -> list[StreamedCompletion]:
         self.bodies += bodies
         self.num_at_once.append(len(bodies))
         return [self._answer(body) for body in bodies]
 
-    def _answer(self, body: dict[str, Any]) -> Completion:
+    def _answer(self, body: dict[str, Any]) -> StreamedCompletion:
         first, enabled = body["prompt"][0], body["speculative"]["enabled"]
         step_s = 2.0 if enabled else 4.0
         name = "other" if enabled and first == self._changed else "token"
         continuous = body["stream_options"].get("continuous_usage_stats", False)
-        return Completion(
+        return StreamedCompletion(
             sent_at=0.0,
             chunks=tuple(
                 Chunk(1 + step_s * i, f"<{name} {first}.{i}>", i + 1 if continuous else None) for i in range(3)

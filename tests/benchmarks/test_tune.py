@@ -9,7 +9,7 @@ from benchmarks.report import Bar, Figure, missed_bars
 from benchmarks.tune import OF_BEST, Pairs, Served, _figure, _flags
 from foretoken.cli import app
 from foretoken.commands.settings_command import SettingsCommand
-from foretoken.tune.candidates import DEFAULT_SHAPES, Shape
+from foretoken.tune.candidates import DEFAULT_SHAPES, ShapeFlags
 
 
 def test_a_ratio_is_the_median_of_pairs_and_has_a_bar() -> None:
@@ -35,7 +35,7 @@ def test_the_servers_command_lines_are_those_of_serve() -> None:
     assert isinstance(found, SettingsCommand)
     for words, expected in (
         (Served.of(None, None, 16).flags_for(DEFAULT_SHAPES), (8, 32)),
-        ([*Served.of(None, None, 1).flags_for([Shape(1, 1, 2)]), *_flags(Shape(3, 2, 6))], (2, 6)),
+        ([*Served.of(None, None, 1).flags_for([ShapeFlags(1, 1, 2)]), *_flags(ShapeFlags(3, 2, 6))], (2, 6)),
     ):
         values = found.given(found.make_context("serve", words)).values
         assert (values["speculative_eagle_topk"], values["speculative_num_draft_tokens"]) == expected

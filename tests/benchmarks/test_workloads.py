@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.measure import UnexpectedAnswerError
 from benchmarks.workloads import LOGPROBS, NGRAM_DRAFTS, ODD_GROUP, WORKLOADS, Point, Requests
-from foretoken.bench.load import Answer
+from foretoken.bench.load import CompletedRequest
 
 TARGET = Path(__file__).parents[2] / "models" / "demo" / "target"
 PROMPTS = [[1, 2], [3, 4], [5, 6]]
@@ -68,7 +68,7 @@ def test_prompts_have_the_workloads_length() -> None:
 
 @pytest.mark.parametrize(("tokens", "cached", "reason"), [(191, 0, "191 tokens, not 192"), (192, 16, "16 prompt")])
 def test_an_answer_that_does_not_match_is_refused(tokens: int, cached: int, reason: str) -> None:
-    good = Answer(0.0, 1.0, 2.0, 300, 0, 192, ())
+    good = CompletedRequest(0.0, 1.0, 2.0, 300, 0, 192, ())
     WORKLOADS["core"].check([good])
     with pytest.raises(UnexpectedAnswerError, match=reason):
-        WORKLOADS["core"].check([good, Answer(0.0, 1.0, 2.0, 300, cached, tokens, ())])
+        WORKLOADS["core"].check([good, CompletedRequest(0.0, 1.0, 2.0, 300, cached, tokens, ())])

@@ -22,9 +22,9 @@ from foretoken.commands.tuning import config_of, trial_of
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.tune import run as tune_run
 from foretoken.tune import server
-from foretoken.tune.candidates import AUTO, PLAIN, Candidate, Shape
-from foretoken.tune.choice import Choice
-from foretoken.tune.run import Outcome
+from foretoken.tune.candidates import AUTO, PLAIN, Candidate, ShapeFlags
+from foretoken.tune.choice import LimitedCandidate
+from foretoken.tune.run import TuneOutcome
 from foretoken.tune.tuner import Findings
 from tests.support.command_line import DEMO, free_port
 from verifier_svc.config import VerifierSettings
@@ -33,7 +33,7 @@ SHAPES = ("--shapes", "3-1-4,7-8-32")
 # 0: as many nodes as the server chooses.
 AUTO_NODES = 0
 NGRAM_FLAGS = ("--speculative-ngram-capacity", "4096")
-TREE = Candidate("eagle3 7-8-32", ("eagle3",), Shape(7, 8, 32))
+TREE = Candidate("eagle3 7-8-32", ("eagle3",), ShapeFlags(7, 8, 32))
 LOOKUP = Candidate("ngram", ("ngram",))
 
 
@@ -43,7 +43,7 @@ def given(command: str, *words: str) -> Given:
     return found.given(found.make_context(command, list(words)))
 
 
-def written(path: Path, choice: Choice, *words: str) -> Given:
+def written(path: Path, choice: LimitedCandidate, *words: str) -> Given:
     """Return what ``serve`` reads in the file that is written for a choice."""
     asked = given("tune", *words)
     trial, _ = trial_of(asked, asked.settings(TuneOptions))
@@ -51,7 +51,7 @@ def written(path: Path, choice: Choice, *words: str) -> Given:
     return given("serve", "--config", str(path))
 
 
-def started(path: Path, choice: Choice, *words: str) -> Any:
+def started(path: Path, choice: LimitedCandidate, *words: str) -> Any:
     """Return the settings of the stack that ``serve`` starts with the file; they are checked as at a start."""
     ports = ("--port", free_port(), "--grpc-port", free_port())
     words = tuple(words) + ports
@@ -59,7 +59,9 @@ def started(path: Path, choice: Choice, *words: str) -> Any:
 
 
 def test_a_shape_becomes_flags_and_the_only_drafter(tmp_path: Path) -> None:
-    stack = started(tmp_path / "t.yaml", Choice(TREE, 4, 1.0), "demo", *SHAPES, "--threads", "2", *NGRAM_FLAGS)
+    stack = started(
+        tmp_path / "t.yaml", LimitedCandidate(TREE, 4, 1.0), "demo", *SHAPES, "--threads", "2", *NGRAM_FLAGS
+    )
     assert [(spec.name, spec.algorithm) for spec, _ in stack.drafters] == [("eagle3", "EAGLE3")]
     verifier = stack.verifier
     assert (verifier.speculative_num_steps, verifier.speculative_eagle_topk) == (7, 8)
@@ -69,7 +71,7 @@ def test_a_shape_becomes_flags_and_the_only_drafter(tmp_path: Path) -> None:
 
 
 def test_the_servers_own_choice_keeps_the_drafters_and_the_bounds_in_which_it_was_measured(tmp_path: Path) -> None:
-    stack = started(tmp_path / "t.yaml", Choice(AUTO, 0, 1.0), "demo", *SHAPES, *NGRAM_FLAGS)
+    stack = started(tmp_path / "t.yaml", LimitedCandidate(AUTO, 0, 1.0), "demo", *SHAPES, *NGRAM_FLAGS)
     assert [spec.name for spec, _ in stack.drafters] == ["eagle3", "ngram"]
     assert stack.drafters[1][1].ngram.capacity == 4096
     assert TreeFlags.of(stack.verifier) == TreeFlags(0, 8, 32)
@@ -78,19 +80,19 @@ def test_the_servers_own_choice_keeps_the_drafters_and_the_bounds_in_which_it_wa
 def test_small_shapes_leave_the_servers_own_choice_its_usual_bounds(tmp_path: Path) -> None:
     """``auto`` is measured as a server without these flags would choose."""
     words = ("demo", "--shapes", "1-1-2,5-2-8")
-    stack = started(tmp_path / "t.yaml", Choice(AUTO, 0, 1.0), *words)
+    stack = started(tmp_path / "t.yaml", LimitedCandidate(AUTO, 0, 1.0), *words)
     assert TreeFlags.of(stack.verifier) == TreeFlags(0, 4, AUTO_NODES)
 
 
 def test_plain_decode_starts_no_drafter(tmp_path: Path) -> None:
     words = ("demo", "--speculative-num-steps", "3", *NGRAM_FLAGS)
-    stack = started(tmp_path / "t.yaml", Choice(PLAIN, 0, 1.0), *words)
+    stack = started(tmp_path / "t.yaml", LimitedCandidate(PLAIN, 0, 1.0), *words)
     assert stack.drafters == [] and TreeFlags.of(stack.verifier) == TreeFlags(0, 4, AUTO_NODES)
 
 
 def test_a_look_up_drafter_keeps_its_options(tmp_path: Path) -> None:
     words = (str(DEMO / "target"), "--drafter", "name=ngram,algorithm=NGRAM,placement=in-process", *NGRAM_FLAGS)
-    stack = started(tmp_path / "t.yaml", Choice(LOOKUP, 0, 1.0), *words)
+    stack = started(tmp_path / "t.yaml", LimitedCandidate(LOOKUP, 0, 1.0), *words)
     assert [(spec.name, spec.placement) for spec, _ in stack.drafters] == [("ngram", "in-process")]
     assert stack.drafters[0][1].ngram.capacity == 4096
     # No shape is tried without a model, so the bounds are the usual ones.
@@ -98,15 +100,15 @@ def test_a_look_up_drafter_keeps_its_options(tmp_path: Path) -> None:
 
 
 def test_drafters_that_draft_together_are_both_there(tmp_path: Path) -> None:
-    both = Candidate("eagle3+ngram 3-1-4", ("eagle3", "ngram"), Shape(3, 1, 4))
-    stack = started(tmp_path / "t.yaml", Choice(both, 0, 1.0), "demo")
+    both = Candidate("eagle3+ngram 3-1-4", ("eagle3", "ngram"), ShapeFlags(3, 1, 4))
+    stack = started(tmp_path / "t.yaml", LimitedCandidate(both, 0, 1.0), "demo")
     assert [spec.name for spec, _ in stack.drafters] == ["eagle3", "ngram"]
     assert TreeFlags.of(stack.verifier) == TreeFlags(3, 1, 4)
 
 
 def test_secrets_are_left_out_and_a_flag_wins_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "t.yaml"
-    written(path, Choice(TREE, 0, 1.0), "demo", *SHAPES, "--api-key", "very-secret", "--port", "81")
+    written(path, LimitedCandidate(TREE, 0, 1.0), "demo", *SHAPES, "--api-key", "very-secret", "--port", "81")
     assert "very-secret" not in path.read_text() and read_config(path)["port"] == "81"
     words = ("--config", str(path), "--speculative-num-steps", "5", "--port", "82")
     values = given("serve", *words).values
@@ -116,9 +118,9 @@ def test_secrets_are_left_out_and_a_flag_wins_over_the_file(tmp_path: Path) -> N
 def test_a_running_servers_choice_is_its_shape_alone(tmp_path: Path) -> None:
     asked = given("tune", "--url", "http://a:1")
     expected = {"speculative-num-steps": "7", "speculative-eagle-topk": "8", "speculative-num-draft-tokens": "32"}
-    assert config_of(asked, Choice(TREE, 0, 1.0), None) == expected
-    assert config_of(asked, Choice(PLAIN, 0, 1.0), None) == {"speculative-algorithm": "NONE"}
-    assert config_of(asked, Choice(AUTO, 0, 1.0), None) == {}
+    assert config_of(asked, LimitedCandidate(TREE, 0, 1.0), None) == expected
+    assert config_of(asked, LimitedCandidate(PLAIN, 0, 1.0), None) == {"speculative-algorithm": "NONE"}
+    assert config_of(asked, LimitedCandidate(AUTO, 0, 1.0), None) == {}
 
 
 def test_every_kind_of_value_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -189,9 +191,11 @@ def test_an_interrupted_run_writes_what_it_knows_and_has_status_130(
     def running(words: list[str]) -> Iterator[Address]:
         yield Address("127.0.0.1", 1)
 
-    def run(*words: Any) -> Outcome:
+    def run(*words: Any) -> TuneOutcome:
         findings = Findings({1: {PLAIN: [1.0], TREE: [2.0]}}, is_interrupted=True)
-        return Outcome("table", ["lines"], findings, Choice(TREE, 0, 1.0), {"version": "0", "began_at": "now"})
+        return TuneOutcome(
+            "table", ["lines"], findings, LimitedCandidate(TREE, 0, 1.0), {"version": "0", "began_at": "now"}
+        )
 
     monkeypatch.setattr(server, "running_server", running)
     monkeypatch.setattr(server, "attached_drafters", lambda address: {"eagle3": "EAGLE3", "ngram": "NGRAM"})

@@ -19,7 +19,7 @@ from benchmarks.gpu.faults import FAIL_ASSERTION, FAULTS, WRITE_ASTRAY, with_hoo
 from benchmarks.gpu.pauses import Pauses, longest_pause, pauses_after
 from benchmarks.gpu.watch import Return, Sighting, drafters_return
 from benchmarks.stack import StackError
-from foretoken.bench.completion import Chunk, Completion, Recording
+from foretoken.bench.completion import Chunk, Recording, StreamedCompletion
 
 ROOT = Path(__file__).parents[3]
 OLD, NEW = (7, 1), (7, 2)
@@ -152,9 +152,9 @@ def test_only_a_drafter_faults_at_a_signal(word: str) -> None:
     assert done.stdout.split("\n")[0] == str([word == "drafter"] * 2)
 
 
-def completion(sent_at: float, times: list[float], text: str = "a") -> Completion:
+def completion(sent_at: float, times: list[float], text: str = "a") -> StreamedCompletion:
     chunks = tuple(Chunk(at, text, None) for at in times)
-    return Completion(sent_at, chunks, (), 3, 0, len(times), "length", {"num_resumes": 1})
+    return StreamedCompletion(sent_at, chunks, (), 3, 0, len(times), "length", {"num_resumes": 1})
 
 
 def test_the_figures_of_one_fault() -> None:

@@ -15,7 +15,7 @@ from foretoken.bench import load
 from foretoken.bench.client import CHAT, Address, run_loop
 from foretoken.bench.completion import StreamError
 from foretoken.bench.load import Clients, running_clients
-from foretoken.bench.stream import Stream
+from foretoken.bench.stream import UserStream
 from foretoken.free_ports import free_ports
 from tests.support.scripted_server import STREAM_HEAD, chunk, event, scripted_server, text_event, usage_event
 
@@ -53,7 +53,7 @@ def test_a_stream_sends_its_next_request_after_the_last_one(clients: Clients) ->
             running.discard(request["name"])
         yield pieces[-1]
 
-    streams = [Stream(tuple(body(f"{user}{turn}") for turn in range(3)), group=user) for user in "abc"]
+    streams = [UserStream(tuple(body(f"{user}{turn}") for turn in range(3)), group=user) for user in "abc"]
     with scripted_server(script) as server:
         found = clients.run(server.address, streams)
     order = [request["name"] for request in server.bodies]
@@ -67,7 +67,7 @@ def test_a_stream_sends_its_next_request_after_the_last_one(clients: Clients) ->
 
 def test_an_answer_has_times_counts_and_gaps(clients: Clients) -> None:
     with scripted_server(answer) as server:
-        (found,) = clients.run(server.address, [Stream((body("a", 4),))]).answers
+        (found,) = clients.run(server.address, [UserStream((body("a", 4),))]).answers
     assert (found.num_tokens, found.num_prompt_tokens, found.num_cached_tokens) == (4, 3, 0)
     assert len(found.gaps) == 3 and all(gap >= 0 for gap in found.gaps)
     assert found.sent_at < found.first_at <= found.last_at
@@ -75,7 +75,7 @@ def test_an_answer_has_times_counts_and_gaps(clients: Clients) -> None:
 
 
 def test_arrivals_wait_for_their_time(clients: Clients) -> None:
-    streams = [Stream((body(str(number)),), starts_after=0.02 * number) for number in (2, 0, 1)]
+    streams = [UserStream((body(str(number)),), starts_after=0.02 * number) for number in (2, 0, 1)]
     with scripted_server(answer) as server:
         found = clients.run(server.address, streams)
     due = sorted(each.due_at for each in found.answers)
@@ -102,7 +102,7 @@ def test_no_more_streams_run_than_the_limit_says_and_all_are_run(clients: Client
 
     told: list[int] = []
     with scripted_server(script) as server:
-        found = clients.drive(server.address, [Stream((body(str(i)),)) for i in range(9)], 60.0, 3, told.append)
+        found = clients.drive(server.address, [UserStream((body(str(i)),)) for i in range(9)], 60.0, 3, told.append)
     assert sorted(each["name"] for each in server.bodies) == [str(i) for i in range(9)]
     assert 1 <= most <= 3 and len(found.answers) == 9 and told[-1] == 9 and told == sorted(told)
 
@@ -115,7 +115,7 @@ def test_a_conversation_carries_the_servers_answers(clients: Clients) -> None:
 
     bodies = tuple({"model": "m", "messages": [{"role": "user", "content": text}]} for text in ("one", "two"))
     with scripted_server(script) as server:
-        found = clients.drive(server.address, [Stream(bodies, path=CHAT, is_conversation=True)])
+        found = clients.drive(server.address, [UserStream(bodies, path=CHAT, is_conversation=True)])
     assert server.paths == [CHAT, CHAT] and len(found.answers) == 2
     assert [message["content"] for message in server.bodies[1]["messages"]] == ["one", "re: one", "two"]
     assert server.bodies[1]["model"] == "m" and found.answers[1].due_at >= found.answers[0].last_at
@@ -129,7 +129,7 @@ def test_no_request_starts_after_the_duration_and_those_that_run_are_waited_for(
         time.sleep(duration_s)
         yield from answer(request)
 
-    streams = [Stream((body(f"{user}0"), body(f"{user}1"))) for user in "abcd"]
+    streams = [UserStream((body(f"{user}0"), body(f"{user}1"))) for user in "abcd"]
     with scripted_server(wait) as server:
         # A client that is held up for all of the duration sends nothing.
         while not server.bodies:
@@ -142,17 +142,17 @@ def test_no_request_starts_after_the_duration_and_those_that_run_are_waited_for(
 
 def test_more_streams_come_until_the_duration_is_over(clients: Clients) -> None:
     """Then the next run gets its own streams, and none that was asked for in vain."""
-    more = (Stream((body(f"more {number}"),)) for number in itertools.count())
+    more = (UserStream((body(f"more {number}"),)) for number in itertools.count())
     with scripted_server(answer) as server:
-        found = clients.drive(server.address, [Stream((body("first"),))] * 2, 60.0, 2, duration_s=0.5, more=more)
+        found = clients.drive(server.address, [UserStream((body("first"),))] * 2, 60.0, 2, duration_s=0.5, more=more)
         names = [request["name"] for request in server.bodies]
         assert len(found.answers) == len(names) and found.failures == []
         assert len({*names} - {"first"}) == len(names) - names.count("first")
-        few = iter([Stream((body("few"),))])
-        found = clients.drive(server.address, [Stream((body("first"),))], 60.0, 1, more=few)
+        few = iter([UserStream((body("few"),))])
+        found = clients.drive(server.address, [UserStream((body("first"),))], 60.0, 1, more=few)
         assert [request["name"] for request in server.bodies][len(names) :] == ["first", "few"]
         assert len(found.answers) == 2
-        assert len(clients.drive(server.address, [Stream((body("last"),))]).answers) == 1
+        assert len(clients.drive(server.address, [UserStream((body("last"),))]).answers) == 1
 
 
 def test_failures_are_counted_beside_answers(clients: Clients) -> None:
@@ -162,7 +162,7 @@ def test_failures_are_counted_beside_answers(clients: Clients) -> None:
         else:
             yield from answer(request)
 
-    streams = [Stream((body("bad"), body("good"))), Stream((body("good"),))]
+    streams = [UserStream((body("bad"), body("good"))), UserStream((body("good"),))]
     with scripted_server(script) as server:
         found = clients.drive(server.address, streams)
     assert found.failures == ["status 503: full"] and len(found.answers) == 2
@@ -176,8 +176,8 @@ def test_a_held_up_event_loop_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
         time.sleep(held_s)
 
     with scripted_server(answer) as server:
-        work = load._Work(server.address, [Stream((body("a"), body("b"), body("c")))], 60.0, 1)
-        found = run_loop(load._Run(work, hold_up).load(time.perf_counter()))
+        work = load._Work(server.address, [UserStream((body("a"), body("b"), body("c")))], 60.0, 1)
+        found = run_loop(load._ClientRun(work, hold_up).load(time.perf_counter()))
     assert len(found.answers) == 3
     # A beat became due while the loop was held, at most one beat after that began.
     assert max(found.lags) >= held_s - load.HEARTBEAT_S
@@ -187,7 +187,7 @@ def test_a_refusal_is_an_error_and_the_clients_go_on(clients: Clients) -> None:
     def refuse(request: dict[str, Any]) -> Iterator[bytes]:
         yield b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 4\r\n\r\nbusy"
 
-    streams = [Stream((body("a"),)), Stream((body("b"),)), Stream((body("c"),))]
+    streams = [UserStream((body("a"),)), UserStream((body("b"),)), UserStream((body("c"),))]
     with scripted_server(refuse) as server, pytest.raises(StreamError, match="status 429: busy"):
         clients.run(server.address, streams)
     with scripted_server(answer) as server:
@@ -204,7 +204,7 @@ def test_a_server_that_says_nothing_is_an_error(clients: Clients) -> None:
     with scripted_server(wait) as server:
         try:
             with pytest.raises(StreamError, match=r"nothing came for 0\.2 s"):
-                clients.run(server.address, [Stream((body("a"),))], timeout_s=0.2)
+                clients.run(server.address, [UserStream((body("a"),))], timeout_s=0.2)
         finally:
             release.set()
 
@@ -212,7 +212,7 @@ def test_a_server_that_says_nothing_is_an_error(clients: Clients) -> None:
 def test_a_server_that_is_not_there_is_an_error(clients: Clients) -> None:
     (port,) = free_ports(1)
     with pytest.raises(StreamError, match=f"127.0.0.1:{port}"):
-        clients.run(Address("127.0.0.1", port), [Stream((body("a"),))])
+        clients.run(Address("127.0.0.1", port), [UserStream((body("a"),))])
 
 
 def test_clients_end_quietly_in_the_middle_of_a_run(capfd: pytest.CaptureFixture[str]) -> None:
@@ -225,7 +225,7 @@ def test_clients_end_quietly_in_the_middle_of_a_run(capfd: pytest.CaptureFixture
 
     def run(clients: Clients, address: Address) -> None:
         with contextlib.suppress(EOFError, OSError):
-            clients.run(address, [Stream((body("a"),))])
+            clients.run(address, [UserStream((body("a"),))])
 
     with scripted_server(wait) as server:
         try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.bench.load import Answer
+from foretoken.bench.load import CompletedRequest
 from foretoken.bench.measures import GOOD, Bounds, figures_of, percentile
 
 
 def answer(
     sent: float, first: float, last: float, tokens: int = 11, gaps: tuple[float, ...] = (), prompt: int = 300
-) -> Answer:
-    return Answer(sent, first, last, prompt, 0, tokens, gaps)
+) -> CompletedRequest:
+    return CompletedRequest(sent, first, last, prompt, 0, tokens, gaps)
 
 
 def test_percentiles_are_values_that_occurred() -> None:

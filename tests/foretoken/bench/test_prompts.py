@@ -13,7 +13,7 @@ import pytest
 from foretoken.bench.prompts import (
     WORDS,
     Lengths,
-    Prompt,
+    LoadPrompt,
     random_prompts,
     read_prompts,
     repeated,
@@ -27,7 +27,7 @@ def count_words(text: str) -> int:
     return len(text.split())
 
 
-def read(layout: str, path: Path, content: str, count: Any = None) -> list[Prompt]:
+def read(layout: str, path: Path, content: str, count: Any = None) -> list[LoadPrompt]:
     path.write_text(content, encoding="utf-8")
     return read_prompts(layout, path, count)
 
@@ -101,7 +101,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_random_prompts_have_their_lengths_and_follow_the_seed() -> None:
-    def texts(lengths: Lengths, seed: str) -> list[Prompt]:
+    def texts(lengths: Lengths, seed: str) -> list[LoadPrompt]:
         return list(itertools.islice(random_prompts(lengths, text_by_rate(1.0), seed), 200))
 
     exact = texts(Lengths(20, 9), "a")
@@ -138,7 +138,7 @@ def test_texts_have_the_counted_length() -> None:
 
 
 def test_a_files_prompts_come_again_only_after_all_others() -> None:
-    prompts = [Prompt.of_text(str(number)) for number in range(5)]
+    prompts = [LoadPrompt.of_text(str(number)) for number in range(5)]
     found = list(itertools.islice(repeated(prompts, "a"), 15))
     for first in (0, 5, 10):
         assert {prompt.text for prompt in found[first : first + 5]} == set("01234")

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from foretoken.bench import report
-from foretoken.bench.load import Answer
+from foretoken.bench.load import CompletedRequest
 from foretoken.bench.measures import figures_of
 
 
 def row(server: str = "first", load: str = "4", number: int = 0, seconds: float = 1.0, **fields: Any) -> dict[str, Any]:
     """Return the row of one request: 11 tokens, the first after half of the time."""
-    answers = [Answer(0.0, seconds / 2, seconds, 100, 25, 11, ())]
+    answers = [CompletedRequest(0.0, seconds / 2, seconds, 100, 25, 11, ())]
     return {
         "server": server,
         "load": load,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from foretoken.bench.load import Answer
-from foretoken.bench.speculation import DrafterShare, Watched, from_answers, from_counters, from_server_info
+from foretoken.bench.load import CompletedRequest
+from foretoken.bench.speculation import DrafterAcceptance, WatchedServer, from_answers, from_counters, from_server_info
 from tests.support.scripted_server import scripted_server
 
 # Three drafts of up to 3 tokens: 0, 2 and 3 of them accepted; and one step without a draft.
@@ -25,8 +25,8 @@ VLLM: dict[str, Any] = {"num_spec_steps": 1, "num_accepted_draft_tokens": 1, "ac
 PLAIN: dict[str, Any] = {"num_spec_steps": 0, "num_accepted_draft_tokens": 0, "acceptance_histogram": None}
 
 
-def answers(*figures: dict[str, Any]) -> list[Answer]:
-    return [Answer(0.0, 1.0, 2.0, 1, 0, 10, (), speculation=each) for each in figures]
+def answers(*figures: dict[str, Any]) -> list[CompletedRequest]:
+    return [CompletedRequest(0.0, 1.0, 2.0, 1, 0, 10, (), speculation=each) for each in figures]
 
 
 def test_answers_are_summed_and_not_averaged() -> None:
@@ -36,7 +36,7 @@ def test_answers_are_summed_and_not_averaged() -> None:
     assert found.tokens_per_step == pytest.approx(1 + 6 / 5)
     # Of 4 drafts, 3 had a first accepted token, 2 a second, 1 a third.
     assert found.acceptance == pytest.approx((3 / 4, 2 / 4, 1 / 4))
-    assert found.drafters == (DrafterShare("eagle3", 9, 5),) and found.source == "answers"
+    assert found.drafters == (DrafterAcceptance("eagle3", 9, 5),) and found.source == "answers"
 
 
 def test_answers_without_drafts_or_without_figures() -> None:
@@ -70,7 +70,7 @@ def test_counters_of_both_servers() -> None:
         }
     )
     assert found is not None and found.acceptance == (0.75,) and found.tokens_per_step == pytest.approx(1.5)
-    assert found.drafters == (DrafterShare("a", 2, 0), DrafterShare("b", 6, 4))
+    assert found.drafters == (DrafterAcceptance("a", 2, 0), DrafterAcceptance("b", 6, 4))
     assert from_counters({"engine_steps": 5.0}) is None
 
 
@@ -108,7 +108,7 @@ def test_the_nearest_place_is_taken_and_a_server_without_any_says_nothing() -> N
         return reply("no such path", "404 Not Found")
 
     with scripted_server(script) as server:
-        watched = Watched(server.address)
+        watched = WatchedServer(server.address)
         assert watched.speculation(answers({})) is None
         places["info"] = {"internal_states": [{"avg_spec_accept_length": 3.0}]}
         found = watched.speculation(answers({}))
@@ -119,4 +119,4 @@ def test_the_nearest_place_is_taken_and_a_server_without_any_says_nothing() -> N
         found = watched.speculation(answers(OURS))
         assert found is not None and found.source == "answers"
         places |= {"metrics": "404 Not Found", "info": {}}
-        assert Watched(server.address).speculation(answers({})) is None
+        assert WatchedServer(server.address).speculation(answers({})) is None

@@ -11,55 +11,55 @@ from typing import Any, cast
 import pytest
 
 from foretoken.bench.client import Address
-from foretoken.bench.load import Answer, Clients, Load
+from foretoken.bench.load import Clients, CompletedRequest, LoadResult
 from foretoken.bench.measures import Bounds
-from foretoken.bench.prompts import Prompt
-from foretoken.bench.stream import Stream
-from foretoken.bench.sweep import AHEAD, Point, Sweep, categories
-from foretoken.bench.target import RequestOptions, Target
+from foretoken.bench.prompts import LoadPrompt
+from foretoken.bench.stream import UserStream
+from foretoken.bench.sweep import AHEAD, Sweep, SweepPoint, categories
+from foretoken.bench.target import BenchTarget, RequestOptions
 
 # Nothing listens there: neither server has figures of its own.
-FIRST, SECOND = (Target(name, Address("127.0.0.1", 1), name, RequestOptions("completions")) for name in ("a", "b"))
+FIRST, SECOND = (BenchTarget(name, Address("127.0.0.1", 1), name, RequestOptions("completions")) for name in ("a", "b"))
 
 
-def numbered(seed: str) -> Iterator[Prompt]:
-    return (Prompt.of_text(f"{seed} {number}") for number in itertools.count())
+def numbered(seed: str) -> Iterator[LoadPrompt]:
+    return (LoadPrompt.of_text(f"{seed} {number}") for number in itertools.count())
 
 
 @dataclass
 class Trace:
     """Answers each request as ``answer`` says, and notes what it was asked for."""
 
-    answer: Callable[[dict[str, Any]], Answer | str]
-    loads: list[tuple[list[Stream], int]] = field(default_factory=list)
+    answer: Callable[[dict[str, Any]], CompletedRequest | str]
+    loads: list[tuple[list[UserStream], int]] = field(default_factory=list)
     count: int = 2
     # What follows the streams of the last load.
-    more: Iterator[Stream] | None = None
+    more: Iterator[UserStream] | None = None
 
     def drive(
         self,
         address: Address,
-        streams: Sequence[Stream],
+        streams: Sequence[UserStream],
         timeout_s: float,
         limit: int,
         on_progress: Any = None,
         duration_s: float = math.inf,
-        more: Iterator[Stream] | None = None,
-    ) -> Load:
+        more: Iterator[UserStream] | None = None,
+    ) -> LoadResult:
         self.loads.append((list(streams), limit))
         self.more = more
         found = [self.answer(body) for stream in streams for body in stream.bodies]
-        answers = [each for each in found if isinstance(each, Answer)]
-        return Load(answers, 0.5, [each for each in found if isinstance(each, str)])
+        answers = [each for each in found if isinstance(each, CompletedRequest)]
+        return LoadResult(answers, 0.5, [each for each in found if isinstance(each, str)])
 
 
-def one_second(body: dict[str, Any]) -> Answer:
-    return Answer(10.0, 10.5, 11.5, 20, 0, 11, (), due_at=10.0)
+def one_second(body: dict[str, Any]) -> CompletedRequest:
+    return CompletedRequest(10.0, 10.5, 11.5, 20, 0, 11, (), due_at=10.0)
 
 
-def sweep(trace: Trace, *targets: Target, **fields: Any) -> Sweep:
+def sweep(trace: Trace, *targets: BenchTarget, **fields: Any) -> Sweep:
     clients = cast("Clients", trace)
-    return Sweep(targets=targets, prompts=numbered, clients=clients, **{"points": [Point(2)]} | fields)
+    return Sweep(targets=targets, prompts=numbered, clients=clients, **{"points": [SweepPoint(2)]} | fields)
 
 
 def rows(found: Sweep) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def rows(found: Sweep) -> list[dict[str, Any]]:
 
 def test_two_servers_get_the_same_prompts_and_change_places() -> None:
     trace = Trace(one_second)
-    found = rows(sweep(trace, FIRST, SECOND, points=[Point(2), Point(rate=5.0)], rounds=3, num_prompts=4))
+    found = rows(sweep(trace, FIRST, SECOND, points=[SweepPoint(2), SweepPoint(rate=5.0)], rounds=3, num_prompts=4))
     sent = [(streams[0].bodies[0]["model"], streams[0].bodies[0]["prompt"], limit) for streams, limit in trace.loads]
     assert [model for model, _, _ in sent] == list("abbaab") * 2
     assert [limit for _, _, limit in sent] == [2] * 6 + [0] * 6
@@ -81,25 +81,25 @@ def test_two_servers_get_the_same_prompts_and_change_places() -> None:
 
 
 def test_arrivals_are_random_at_the_wanted_rate_and_equal_for_equal_seeds() -> None:
-    def starts_of(point: Point, seed: str) -> list[float]:
+    def starts_of(point: SweepPoint, seed: str) -> list[float]:
         return list(itertools.islice(point.arrivals(seed), 4000))
 
-    starts = starts_of(Point(rate=4.0), "a")
+    starts = starts_of(SweepPoint(rate=4.0), "a")
     gaps = [later - earlier for earlier, later in itertools.pairwise(starts)]
     assert starts[0] == 0.0 and min(gaps) > 0
     assert sum(gaps) / len(gaps) == pytest.approx(0.25, rel=0.05)
     # Exponential gaps: as many as 1 - 1/e are shorter than the mean.
     assert sum(gap < 0.25 for gap in gaps) / len(gaps) == pytest.approx(0.632, abs=0.03)
-    assert starts == starts_of(Point(rate=4.0), "a") != starts_of(Point(rate=4.0), "b")
-    assert starts_of(Point(3), "a") == [0.0] * 4000
+    assert starts == starts_of(SweepPoint(rate=4.0), "a") != starts_of(SweepPoint(rate=4.0), "b")
+    assert starts_of(SweepPoint(3), "a") == [0.0] * 4000
 
 
 @pytest.mark.parametrize(("num_prompts", "duration_s"), [(0, 3.0), (7, 3.0), (7, 300.0), (7, math.inf)])
 def test_a_duration_bounds_the_arrivals_and_the_number_of_prompts_does_too(num_prompts: int, duration_s: float) -> None:
     trace = Trace(one_second)
-    rows(sweep(trace, FIRST, points=[Point(rate=5.0)], num_prompts=num_prompts, duration_s=duration_s))
+    rows(sweep(trace, FIRST, points=[SweepPoint(rate=5.0)], num_prompts=num_prompts, duration_s=duration_s))
     starts = [stream.starts_after for stream in trace.loads[0][0]]
-    every = list(itertools.islice(Point(rate=5.0).arrivals("0 5/s 0"), 100))
+    every = list(itertools.islice(SweepPoint(rate=5.0).arrivals("0 5/s 0"), 100))
     within = [at for at in every if at < duration_s]
     assert 7 < len([at for at in every if at < 3.0]) < 100
     assert trace.more is None and starts == within[: num_prompts or None]
@@ -107,22 +107,27 @@ def test_a_duration_bounds_the_arrivals_and_the_number_of_prompts_does_too(num_p
 
 def test_requests_at_once_follow_each_other_until_the_duration_is_over() -> None:
     trace = Trace(one_second)
-    rows(sweep(trace, FIRST, points=[Point(3)], duration_s=10.0))
+    rows(sweep(trace, FIRST, points=[SweepPoint(3)], duration_s=10.0))
     (streams, limit) = trace.loads[0]
     assert limit == 3 and len(streams) == 3 * AHEAD and trace.more is not None
     prompts = [stream.bodies[0]["prompt"] for stream in [*streams, *itertools.islice(trace.more, 5)]]
     assert prompts == [f"0 3 0 {number}" for number in range(3 * AHEAD + 5)]
-    rows(sweep(trace, FIRST, points=[Point(3)], duration_s=10.0, num_prompts=5))
+    rows(sweep(trace, FIRST, points=[SweepPoint(3)], duration_s=10.0, num_prompts=5))
     assert len(trace.loads[1][0]) == 5 and trace.more is None
 
 
 @pytest.mark.parametrize(
     ("point", "wanted", "prompts", "clients"),
-    [(Point(1), 0, 32, 1), (Point(32), 0, 128, 1), (Point(33), 7, 7, 2), (Point(rate=5.0), 0, 100, 1)],
+    [
+        (SweepPoint(1), 0, 32, 1),
+        (SweepPoint(32), 0, 128, 1),
+        (SweepPoint(33), 7, 7, 2),
+        (SweepPoint(rate=5.0), 0, 100, 1),
+    ],
 )
-def test_sizes_that_are_not_given(point: Point, wanted: int, prompts: int, clients: int) -> None:
+def test_sizes_that_are_not_given(point: SweepPoint, wanted: int, prompts: int, clients: int) -> None:
     assert (point.num_prompts(wanted), point.num_clients()) == (prompts, clients)
-    assert Point(rate=100.0).num_clients() == 5
+    assert SweepPoint(rate=100.0).num_clients() == 5
 
 
 def test_failures_are_counted_by_reason_and_left_out_of_the_figures() -> None:
@@ -137,10 +142,10 @@ def test_failures_are_counted_by_reason_and_left_out_of_the_figures() -> None:
 
 def test_a_rate_ends_with_its_requests() -> None:
     trace = Trace(one_second)
-    (row,) = rows(sweep(trace, FIRST, points=[Point(rate=2.0)], num_prompts=5))
+    (row,) = rows(sweep(trace, FIRST, points=[SweepPoint(rate=2.0)], num_prompts=5))
     (streams, limit) = trace.loads[0]
     assert limit == 0 and [stream.starts_after for stream in streams] == list(
-        itertools.islice(Point(rate=2.0).arrivals("0 2/s 0"), 5)
+        itertools.islice(SweepPoint(rate=2.0).arrivals("0 2/s 0"), 5)
     )
     assert (row["load"], row["request_rate"], row["concurrency"]) == ("2/s", 2.0, 0)
     # All were sent at once in this trace, and ended together: 5 x 11 tokens in 1.5 s.
@@ -156,8 +161,11 @@ def test_the_warm_up_goes_to_each_server_and_its_failures_are_told() -> None:
 
 def test_categories_have_figures_of_their_own() -> None:
     speculation = {"num_spec_steps": 2, "num_accepted_draft_tokens": 4}
-    math = Answer(0.0, 1.0, 3.0, 1, 0, 11, (), "math", speculation=speculation)
-    coding = [Answer(0.0, 2.0, 3.0, 1, 0, 11, (), "coding"), Answer(0.0, 4.0, 5.0, 1, 0, 11, (), "coding")]
+    math = CompletedRequest(0.0, 1.0, 3.0, 1, 0, 11, (), "math", speculation=speculation)
+    coding = [
+        CompletedRequest(0.0, 2.0, 3.0, 1, 0, 11, (), "coding"),
+        CompletedRequest(0.0, 4.0, 5.0, 1, 0, 11, (), "coding"),
+    ]
     found = categories([math, *coding])
     assert list(found) == ["coding", "math"]
     assert found["coding"] == {

@@ -12,16 +12,16 @@ import pytest
 
 from foretoken.bench.client import CHAT, COMPLETIONS, Address
 from foretoken.bench.completion import StreamError
-from foretoken.bench.prompts import Prompt
-from foretoken.bench.target import RequestOptions, Target, served_model, takes_ignore_eos, text_maker
+from foretoken.bench.prompts import LoadPrompt
+from foretoken.bench.target import BenchTarget, RequestOptions, served_model, takes_ignore_eos, text_maker
 from foretoken.errors import ConfigError, UnavailableError
 from tests.support.scripted_server import scripted_server
 
 NOWHERE = Address("127.0.0.1", 1)
 
 
-def target(address: Address = NOWHERE, endpoint: Any = "completions", **options: Any) -> Target:
-    return Target("first", address, "m", RequestOptions(endpoint, **options))
+def target(address: Address = NOWHERE, endpoint: Any = "completions", **options: Any) -> BenchTarget:
+    return BenchTarget("first", address, "m", RequestOptions(endpoint, **options))
 
 
 def reply(value: object, status: str = "200 OK") -> Iterator[bytes]:
@@ -30,7 +30,7 @@ def reply(value: object, status: str = "200 OK") -> Iterator[bytes]:
 
 
 def test_a_completion_and_a_chat() -> None:
-    prompt = Prompt.of_text("hi", output_len=7, group="g")
+    prompt = LoadPrompt.of_text("hi", output_len=7, group="g")
     stream = target().stream(prompt, 1.5)
     assert (stream.path, stream.group, stream.starts_after, stream.is_conversation) == (COMPLETIONS, "g", 1.5, False)
     common = {
@@ -47,10 +47,12 @@ def test_a_completion_and_a_chat() -> None:
 
 
 def test_options_change_the_body_and_more_fields_win() -> None:
-    prompt = Prompt.of_text("hi", output_len=7)
+    prompt = LoadPrompt.of_text("hi", output_len=7)
     (body,) = target(output_len=9, temperature=0.5, ignore_eos=False).stream(prompt).bodies
     assert (body["max_tokens"], body["temperature"], "ignore_eos" in body) == (9, 0.5, False)
-    (body,) = target(extra={"temperature": 1, "speculative": {"enabled": False}}).stream(Prompt.of_text("hi")).bodies
+    (body,) = (
+        target(extra={"temperature": 1, "speculative": {"enabled": False}}).stream(LoadPrompt.of_text("hi")).bodies
+    )
     assert (body["max_tokens"], body["temperature"], body["speculative"]) == (128, 1, {"enabled": False})
     salted = target(salted=True)
     salts = {salted.stream(prompt).bodies[0]["cache_salt"] for _ in range(3)}
@@ -58,7 +60,7 @@ def test_options_change_the_body_and_more_fields_win() -> None:
 
 
 def test_several_turns_are_a_conversation_and_need_a_chat() -> None:
-    prompt = Prompt.of_text("a", "b")
+    prompt = LoadPrompt.of_text("a", "b")
     stream = target(endpoint="chat").stream(prompt)
     assert stream.is_conversation and [body["messages"][0]["content"] for body in stream.bodies] == ["a", "b"]
     with pytest.raises(ConfigError, match="give --endpoint chat"):

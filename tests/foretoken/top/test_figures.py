@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from foretoken.top import figures as module
-from foretoken.top.figures import HOST_PHASES, VERIFY_PHASES, Choice, Latency, StepTime, Verifier, figures
+from foretoken.top.figures import (
+    HOST_PHASES,
+    VERIFY_PHASES,
+    ControllerChoice,
+    Latency,
+    StepTime,
+    VerifierStatus,
+    figures,
+)
 from foretoken.top.reading import Reading
 from foretoken.top.window import Window
 
@@ -97,7 +105,7 @@ def test_rates_and_shares_are_of_the_window() -> None:
     assert found.found_in_prefix_cache == 0.25
     assert found.latencies["Time to first token"] == Latency(pytest.approx(2 / 3), float("inf"), (1.0,))
     assert found.latencies["Whole request"] == Latency(None, None, ())
-    assert found.verifiers == (Verifier("v", True, 0.25),)
+    assert found.verifiers == (VerifierStatus("v", True, 0.25),)
 
 
 def test_a_drafters_figures() -> None:
@@ -145,11 +153,11 @@ def test_what_a_controller_chose_and_why() -> None:
         "plain_tokens_per_second": 500.0,
     }
     found = figures(window((0.0, {f"drafter_chosen_{name}{{{OF_D}}}": value for name, value in chosen.items()})))
-    assert found.choices == (Choice("d", "v", 6, 5, 4.0, "drafts_pay", 800.0, 500.0),)
+    assert found.choices == (ControllerChoice("d", "v", 6, 5, 4.0, "drafts_pay", 800.0, 500.0),)
 
 
 def test_a_verifier_that_does_not_answer_is_down() -> None:
-    assert figures(window((0.0, {f"verifier_up{{{OF_V}}}": 0.0}))).verifiers == (Verifier("v", False, None),)
+    assert figures(window((0.0, {f"verifier_up{{{OF_V}}}": 0.0}))).verifiers == (VerifierStatus("v", False, None),)
 
 
 def test_the_dashboards_metrics_are_read() -> None:

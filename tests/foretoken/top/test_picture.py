@@ -10,13 +10,22 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from foretoken.top.figures import Choice, Drafter, Figures, Latency, Load, Steps, StepTime, Verifier
+from foretoken.top.figures import (
+    ControllerChoice,
+    DrafterStatus,
+    Figures,
+    Latency,
+    LoadStatus,
+    Steps,
+    StepTime,
+    VerifierStatus,
+)
 from foretoken.top.picture import lost_picture, picture
 
 URL = "http://127.0.0.1:8000"
 FIGURES = Figures(
     seconds=10.0,
-    load=Load(3, 1, 4, 0, 812.44, 45.0, 1.2, 0.0, 0.5),
+    load=LoadStatus(3, 1, 4, 0, 812.44, 45.0, 1.2, 0.0, 0.5),
     latencies={
         "Time to first token": Latency(0.01234, 1.5, (0.001, 10.0)),
         "Time per output token": Latency(0.0015, math.inf, (0.001, 1.0)),
@@ -26,10 +35,10 @@ FIGURES = Figures(
         "Wait in the queue": Latency(0.0005, 0.00099, (0.001, 81.92)),
     },
     drafters=(
-        Drafter("eagle3", {"attached": 1}, 0.72, 2.444, (0.88, 0.7, 0.51), False, 3, 2),
-        Drafter("ngram", {"broken": 1}, None, None, (), True, 1, 0),
+        DrafterStatus("eagle3", {"attached": 1}, 0.72, 2.444, (0.88, 0.7, 0.51), False, 3, 2),
+        DrafterStatus("ngram", {"broken": 1}, None, None, (), True, 1, 0),
     ),
-    choices=(Choice("eagle3", "unix:/v", 6, 5, 4.0, "drafts_pay", 800.0, 500.0),),
+    choices=(ControllerChoice("eagle3", "unix:/v", 6, 5, 4.0, "drafts_pay", 800.0, 500.0),),
     steps=Steps(
         2.16,
         6.56,
@@ -38,7 +47,7 @@ FIGURES = Figures(
         {"a": 9.0, "b": 8.0, "c": 7.0, "d": 6.0},
         {"host_work": 1.0},
     ),
-    verifiers=(Verifier("unix:/v", True, 0.343),),
+    verifiers=(VerifierStatus("unix:/v", True, 0.343),),
     found_in_prefix_cache=0.8,
     preemptions=7,
     resumes=2,
@@ -129,7 +138,7 @@ def test_a_request_without_a_token_has_no_figures() -> None:
 
 
 def test_several_verifiers_are_named() -> None:
-    verifiers = (Verifier("a:1", True, 0.5), Verifier("b:1", False, None))
+    verifiers = (VerifierStatus("a:1", True, 0.5), VerifierStatus("b:1", False, None))
     drafter = dataclasses.replace(FIGURES.drafters[0], states={"attached": 1, "connecting": 1}, attaches=2)
     drawn = lines(picture(URL, dataclasses.replace(FIGURES, verifiers=verifiers, drafters=(drafter,)), READY, None))
     assert [line.split(maxsplit=4)[4] for line in drawn if line.startswith("KV cache")] == [
@@ -144,7 +153,7 @@ def test_several_verifiers_are_named() -> None:
 @pytest.mark.parametrize("ready", [{}, {"status": "not ready"}])
 def test_a_server_that_shows_nothing_yet(ready: dict[str, Any]) -> None:
     empty = Figures(
-        0.0, Load(0, 0, 0, 0, *[None] * 5), {}, (), (), Steps(None, None, None, None, {}, {}), (), None, 0, 0
+        0.0, LoadStatus(0, 0, 0, 0, *[None] * 5), {}, (), (), Steps(None, None, None, None, {}, {}), (), None, 0, 0
     )
     drawn = lines(picture(URL, empty, ready, None))
     assert row(drawn, "Tokens a second") == "output -, prompts -"

@@ -9,8 +9,8 @@ from foretoken.tune.candidates import (
     DEFAULT_SHAPES,
     PLAIN,
     Candidate,
-    Drafter,
-    Shape,
+    ShapeFlags,
+    TunedDrafter,
     bounds_of,
     candidates,
     parse_shape,
@@ -19,9 +19,9 @@ from foretoken.tune.choice import best_of, choose, score_of
 from verifier_svc.drafters.request import NO_DRAFT, TreeBounds
 from verifier_svc.speculation.candidate_shapes import candidate_shapes
 
-DRAFTERS = [Drafter("eagle3", has_model=True), Drafter("ngram", has_model=False)]
-CHAIN = Candidate("eagle3 3-1-4", ("eagle3",), Shape(3, 1, 4))
-TREE = Candidate("eagle3 7-8-32", ("eagle3",), Shape(7, 8, 32))
+DRAFTERS = [TunedDrafter("eagle3", has_model=True), TunedDrafter("ngram", has_model=False)]
+CHAIN = Candidate("eagle3 3-1-4", ("eagle3",), ShapeFlags(3, 1, 4))
+TREE = Candidate("eagle3 7-8-32", ("eagle3",), ShapeFlags(7, 8, 32))
 EQUAL = {1: 1.0, 16: 1.0}
 
 
@@ -31,7 +31,7 @@ def test_the_default_shapes_are_those_that_the_controller_has() -> None:
 
 
 def test_candidates_are_plain_decode_auto_and_each_drafter() -> None:
-    found = candidates(DRAFTERS, (), [Shape(3, 1, 4), Shape(5, 2, 8)])
+    found = candidates(DRAFTERS, (), [ShapeFlags(3, 1, 4), ShapeFlags(5, 2, 8)])
     assert [each.name for each in found] == ["plain", "auto", "eagle3 3-1-4", "eagle3 5-2-8", "ngram"]
     assert [each.speculative for each in found] == [
         {"enabled": False},
@@ -43,7 +43,7 @@ def test_candidates_are_plain_decode_auto_and_each_drafter() -> None:
 
 
 def test_drafters_may_draft_together() -> None:
-    found = candidates(DRAFTERS, ("eagle3+ngram",), [Shape(3, 1, 4)])
+    found = candidates(DRAFTERS, ("eagle3+ngram",), [ShapeFlags(3, 1, 4)])
     assert [each.name for each in found] == ["plain", "auto", "eagle3+ngram 3-1-4"]
     assert found[2].speculative["drafter"] == "eagle3+ngram" and found[2].drafters == ("eagle3", "ngram")
     with pytest.raises(ValueError, match="there is no drafter mtp; there is: eagle3, ngram"):
@@ -71,8 +71,8 @@ def test_a_shape_that_cannot_be_is_refused(text: str, message: str) -> None:
 
 def test_a_shape_is_written_as_it_is_read() -> None:
     assert [parse_shape(shape.name) for shape in DEFAULT_SHAPES] == list(DEFAULT_SHAPES)
-    assert bounds_of(DEFAULT_SHAPES, Shape(1, 1, 2)) == (7, 8, 32)
-    assert bounds_of([Shape(1, 1, 2)], Shape(1, 4, 8)) == (1, 4, 8)
+    assert bounds_of(DEFAULT_SHAPES, ShapeFlags(1, 1, 2)) == (7, 8, 32)
+    assert bounds_of([ShapeFlags(1, 1, 2)], ShapeFlags(1, 4, 8)) == (1, 4, 8)
 
 
 def test_the_best_of_one_load_is_the_fastest_but_for_a_percent() -> None:

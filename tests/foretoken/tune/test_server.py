@@ -10,17 +10,17 @@ import pytest
 
 from foretoken.bench.client import Address
 from foretoken.bench.completion import StreamError
-from foretoken.bench.load import Answer, Load
-from foretoken.bench.prompts import Prompt
-from foretoken.bench.target import RequestOptions, Target
+from foretoken.bench.load import CompletedRequest, LoadResult
+from foretoken.bench.prompts import LoadPrompt
+from foretoken.bench.target import BenchTarget, RequestOptions
 from foretoken.errors import ForetokenError, UnavailableError
-from foretoken.tune.candidates import AUTO, PLAIN, Candidate, Shape
+from foretoken.tune.candidates import AUTO, PLAIN, Candidate, ShapeFlags
 from foretoken.tune.measure import WARM_UP_LEN, Meter
 from foretoken.tune.run import accepted
 from foretoken.tune.server import attached_drafters, drafter_states
 from tests.support.scripted_server import scripted_server
 
-CHAIN = Candidate("eagle3 3-1-4", ("eagle3",), Shape(3, 1, 4))
+CHAIN = Candidate("eagle3 3-1-4", ("eagle3",), ShapeFlags(3, 1, 4))
 NOWHERE = Address("127.0.0.1", 1)
 
 
@@ -89,11 +89,11 @@ def test_candidates_beyond_the_flags_are_left_out_and_other_refusals_are_not() -
     said: list[str] = []
     options = RequestOptions("completions")
     with scripted_server(refuse("speculative.shape.topk must be at most 4")) as served:
-        target = Target("server", served.address, "m", options)
+        target = BenchTarget("server", served.address, "m", options)
         assert accepted([PLAIN, AUTO, CHAIN], target, said.append) == [PLAIN, AUTO]
     assert said == ["eagle3 3-1-4 is left out: the server's flags do not admit it"]
     with scripted_server(refuse("prompt must not be empty")) as served:
-        target = Target("server", served.address, "m", options)
+        target = BenchTarget("server", served.address, "m", options)
         with pytest.raises(StreamError, match="prompt must not be empty"):
             accepted([CHAIN], target, said.append)
 
@@ -105,18 +105,18 @@ class Clients:
         self._failures = failures
         self.sent: list[tuple[list[dict[str, Any]], int]] = []
 
-    def drive(self, address: Address, streams: Any, timeout_s: float, limit: int) -> Load:
+    def drive(self, address: Address, streams: Any, timeout_s: float, limit: int) -> LoadResult:
         self.sent.append(([body for stream in streams for body in stream.bodies], limit))
-        answers = [Answer(0.0, 1.0, 2.0, 5, 0, 10, ()) for _ in streams]
-        return Load(answers, 0.1, self._failures)
+        answers = [CompletedRequest(0.0, 1.0, 2.0, 5, 0, 10, ()) for _ in streams]
+        return LoadResult(answers, 0.1, self._failures)
 
 
 def meter(clients: Clients) -> Meter:
-    def prompts(seed: str) -> Iterator[Prompt]:
+    def prompts(seed: str) -> Iterator[LoadPrompt]:
         for number in range(100):
-            yield Prompt.of_text(f"{seed} {number}", output_len=64)
+            yield LoadPrompt.of_text(f"{seed} {number}", output_len=64)
 
-    target = Target("server", NOWHERE, "m", RequestOptions("completions"))
+    target = BenchTarget("server", NOWHERE, "m", RequestOptions("completions"))
     return Meter(target, prompts, clients, 4, 8, 9.0, 7, lambda candidate, rate: None)  # type: ignore[arg-type]
 
 

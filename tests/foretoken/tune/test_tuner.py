@@ -13,13 +13,13 @@ import pytest
 
 from foretoken.errors import ConfigError
 from foretoken.tune import report, tuner
-from foretoken.tune.candidates import AUTO, PLAIN, Candidate, Drafter, candidates
-from foretoken.tune.choice import Choice, choose
+from foretoken.tune.candidates import AUTO, PLAIN, Candidate, TunedDrafter, candidates
+from foretoken.tune.choice import LimitedCandidate, choose
 from foretoken.tune.settings import TuneSettings
 from foretoken.tune.tuner import Findings, Tuner, plan_of
 
 TRIED = candidates(
-    [Drafter("eagle3", has_model=True), Drafter("ngram", has_model=False)], (), TuneSettings().draft_shapes
+    [TunedDrafter("eagle3", has_model=True), TunedDrafter("ngram", has_model=False)], (), TuneSettings().draft_shapes
 )
 
 
@@ -163,7 +163,7 @@ def test_the_report_names_the_best_and_why_one_is_chosen(made: type[Made]) -> No
 
 def test_the_report_shows_the_least_and_the_most_of_the_rounds() -> None:
     findings = Findings({4: {PLAIN: [100.0, 120.0, 90.0, 95.0], TRIED[2]: [110.0, 99.0, 130.0, 125.0, 105.0]}})
-    lines = report.to_lines(findings, Choice(TRIED[2], 0, 1.0))
+    lines = report.to_lines(findings, LimitedCandidate(TRIED[2], 0, 1.0))
     assert lines[0] == (
         "best with 4 at once: eagle3 1-1-2, 110 tok/s (99 to 130 in 5 rounds); 1.13 x plain (90 to 120)"
     )
@@ -172,7 +172,7 @@ def test_the_report_shows_the_least_and_the_most_of_the_rounds() -> None:
 
 def test_the_report_is_preliminary_where_few_rounds_decided() -> None:
     rates = {PLAIN: [100.0, 90.0], AUTO: [100.0] * 4, TRIED[2]: [99.0], TRIED[3]: [110.0] * 3}
-    choice = Choice(TRIED[3], 0, 1.0)
+    choice = LimitedCandidate(TRIED[3], 0, 1.0)
     *_, line = report.to_lines(Findings({1: {**rates, PLAIN: [90.0] * 4}, 4: rates}), choice)
     # What was dropped early decides nothing.
     assert line == (
@@ -193,7 +193,7 @@ def test_it_says_so_when_plain_decode_or_auto_is_best() -> None:
 
 
 def test_the_report_says_on_which_text_it_was_measured() -> None:
-    plain, tree, file = Choice(PLAIN, 0, 1.0), Choice(TRIED[2], 0, 1.0), Path("mine.jsonl")
+    plain, tree, file = LimitedCandidate(PLAIN, 0, 1.0), LimitedCandidate(TRIED[2], 0, 1.0), Path("mine.jsonl")
     for choice in (plain, tree):
         (line,) = report.to_caution(choice, None)
         assert "random words" in line and "--dataset-name file --dataset-path FILE" in line
