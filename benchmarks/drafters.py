@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from benchmarks import arms, environment
 from benchmarks.command import finish, progress, take_cores
 from benchmarks.figures import NGRAM, TooShortError, median, repeated_share
-from benchmarks.measure import Bench, Pair, Sample, UnexpectedAnswerError, Workload
+from benchmarks.measure import Bench, Pair, PairWorkload, TimedCompletion, UnexpectedAnswerError
 from benchmarks.prompts import code_prompts
 from benchmarks.report import Bar, Figure, figures_table, missed_bars
 from benchmarks.stack import StackError, describe, running_stack
@@ -81,17 +81,17 @@ class Result:
         return [*self.mismatches, *(missed_bars(self.figures) if self.judged else ())]
 
 
-class Measurement:
+class DrafterMeasurement:
     """Runs the stacks one after the other and keeps the results."""
 
     def __init__(self, num_prompts: int, num_tokens: int, num_pairs: int) -> None:
         tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
-        self._code = Workload("held-out code", code_prompts(tokenizer, num_prompts), num_tokens)
+        self._code = PairWorkload("held-out code", code_prompts(tokenizer, num_prompts), num_tokens)
         self._num_pairs = num_pairs
         # 0: the server chooses.
         self._threads = 0
         self.accepted: list[Accepted] = []
-        self.samples: dict[tuple[str, str, float], list[Sample]] = {}
+        self.samples: dict[tuple[str, str, float], list[TimedCompletion]] = {}
         self.plain: dict[float, list[str]] = {}
         self.repeated: list[int] = []
         self.pairs: list[Pair] = []
@@ -154,12 +154,12 @@ class Measurement:
         return mean_tokens([sample for sample in samples if only is None or sample.prompt_index in only])
 
 
-def mean_tokens(samples: Sequence[Sample]) -> float:
+def mean_tokens(samples: Sequence[TimedCompletion]) -> float:
     """Return tokens of all decode steps / decode steps, without prefill: the mean over requests."""
     return sum(sample.tokens_per_step for sample in samples) / len(samples)
 
 
-def per_position(samples: Sequence[Sample]) -> tuple[float, ...]:
+def per_position(samples: Sequence[TimedCompletion]) -> tuple[float, ...]:
     """Return accepted tokens at each depth over all drafters / steps that drafted."""
     counts: list[int] = []
     steps = sum(sample.speculation["num_spec_steps"] for sample in samples)
@@ -172,12 +172,12 @@ def per_position(samples: Sequence[Sample]) -> tuple[float, ...]:
     return tuple(count / steps for count in counts) if steps else ()
 
 
-def step_ms(sample: Sample) -> float:
+def step_ms(sample: TimedCompletion) -> float:
     """Return the milliseconds of a decode step, measured at the client."""
     return sample.timing.ms_per_token * sample.tokens_per_step
 
 
-def figures_of(measured: Measurement) -> list[Figure]:
+def figures_of(measured: DrafterMeasurement) -> list[Figure]:
     """Return the figures that have bars."""
     step = "tokens of all decode steps / decode steps; mean over prompts"
     eagle3, eagle2 = measured.tokens("eagle3"), measured.tokens("eagle2")
@@ -228,7 +228,7 @@ def main() -> None:
     options = parser.parse_args()
     began = time.monotonic()
     used = take_cores(NUM_CORES)
-    measured = Measurement(6, 32, 1) if options.quick else Measurement(NUM_PROMPTS, NUM_TOKENS, NUM_PAIRS)
+    measured = DrafterMeasurement(6, 32, 1) if options.quick else DrafterMeasurement(NUM_PROMPTS, NUM_TOKENS, NUM_PAIRS)
     try:
         with tempfile.TemporaryDirectory() as folder:
             token_map = Path(folder) / "token_map.safetensors"

@@ -56,7 +56,7 @@ MIN_CARRIED = 0.98
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StreamLoad:
     """What is streamed: each stream gets one of ``token_ids`` a step."""
 
     num_streams: int
@@ -83,7 +83,7 @@ class Arrivals:
 class SteadyVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     """Waits for all streams, then sends one step after the other at a fixed pace."""
 
-    def __init__(self, load: Load, vocab_size: int, marks: Connection) -> None:
+    def __init__(self, load: StreamLoad, vocab_size: int, marks: Connection) -> None:
         """``marks`` gets a message when the counted steps begin and when the last one was sent."""
         self._load = load
         self._marks = marks
@@ -153,7 +153,7 @@ class SteadyVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         )
 
 
-def run_verifier(load: Load, vocab_size: int, address: str, marks: Connection) -> None:
+def run_verifier(load: StreamLoad, vocab_size: int, address: str, marks: Connection) -> None:
     """Serve the scripted verifier until this process is ended."""
 
     async def serve() -> None:
@@ -195,7 +195,7 @@ def running_gateway(model: Path, verifier: str) -> Iterator[tuple[Address, psuti
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class StreamFigures:
     """One run, between the start of the counted steps and the sending of the last one."""
 
     num_chunks: int
@@ -227,7 +227,7 @@ class Figures:
         )
 
 
-def measure(load: Load, model: Path, prompt: Sequence[int], text: str, num_clients: int) -> Figures:
+def measure(load: StreamLoad, model: Path, prompt: Sequence[int], text: str, num_clients: int) -> StreamFigures:
     """Run the load once.
 
     Raises:
@@ -271,14 +271,16 @@ def _await_mark(marks: Connection, gateway: psutil.Process) -> tuple[float, floa
     return time.perf_counter(), used.user + used.system
 
 
-def _figures(streams: list[list[float]], load: Load, began: tuple[float, float], ended: tuple[float, float]) -> Figures:
+def _figures(
+    streams: list[list[float]], load: StreamLoad, began: tuple[float, float], ended: tuple[float, float]
+) -> StreamFigures:
     # perf_counter is one clock for all processes.
     counted = [[at for at in times if began[0] <= at <= ended[0]] for times in streams]
     num_chunks = sum(map(len, counted))
     tokens_per_chunk = load.num_streams * len(load.token_ids) / sum(map(len, streams))
     gaps = np.array([later - earlier for times in counted for earlier, later in pairwise(times)])
     cpu_s, wall_s = ended[1] - began[1], ended[0] - began[0]
-    return Figures(num_chunks, round(num_chunks * tokens_per_chunk), cpu_s, wall_s, gaps)
+    return StreamFigures(num_chunks, round(num_chunks * tokens_per_chunk), cpu_s, wall_s, gaps)
 
 
 def _output(model: Path, prompt: Sequence[int], num_tokens: int) -> tuple[tuple[int, ...], str]:
@@ -302,7 +304,7 @@ def main() -> None:
     prompt = code_prompts(tokenizer, 1)[0].token_ids
     num_steps = round((options.seconds + WARM_UP_S) * options.rate / options.streams)
     token_ids, text = _output(options.model, prompt, num_steps)
-    load = Load(options.streams, options.rate, token_ids)
+    load = StreamLoad(options.streams, options.rate, token_ids)
     print(f"{environment.machine()}; {options.streams} streams, {options.rate:,.0f} tok/s, a step each "
           f"{1e3 * load.step_s:.1f} ms, {options.clients} client processes")  # fmt: skip
     try:

@@ -30,7 +30,7 @@ class UnexpectedAnswerError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class PairWorkload:
     """Prompts and their sampling options. Prompt i has seed i in every run."""
 
     name: str
@@ -42,7 +42,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TimedCompletion:
     """One timed completion."""
 
     prompt_index: int
@@ -58,8 +58,8 @@ class Sample:
 class Pair:
     """All prompts twice, interleaved; the two differ only in ``speculative.enabled``."""
 
-    plain: list[Sample] = field(default_factory=list)
-    speculative: list[Sample] = field(default_factory=list)
+    plain: list[TimedCompletion] = field(default_factory=list)
+    speculative: list[TimedCompletion] = field(default_factory=list)
 
     @property
     def ratio(self) -> float:
@@ -87,7 +87,7 @@ class ReferencePass:
         return [a.ms_per_token - b.ms_per_token for a, b in zip(self.served, self.engine, strict=True)]
 
 
-def rate_of(samples: Sequence[Sample]) -> float:
+def rate_of(samples: Sequence[TimedCompletion]) -> float:
     """Return figures.decode_rate of the samples' timings."""
     return decode_rate([sample.timing for sample in samples])
 
@@ -101,12 +101,12 @@ class Bench:
         self._model = model
         self._progress = progress
 
-    def warm_up(self, workload: Workload) -> None:
+    def warm_up(self, workload: PairWorkload) -> None:
         """Send one untimed request of each kind."""
         for speculative in (False, True):
             self._request(workload, 0, speculative=speculative)
 
-    def pairs(self, workload: Workload, count: int) -> list[Pair]:
+    def pairs(self, workload: PairWorkload, count: int) -> list[Pair]:
         """Measure ``count`` cold pairs. The order of the two alternates by prompt and by pair."""
         pairs = []
         for number in range(count):
@@ -121,15 +121,15 @@ class Bench:
             self._progress(f"{workload.name}: pair {number + 1} of {count}, {drafts} / plain {pair.ratio:.3f}")
         return pairs
 
-    def plain(self, workload: Workload) -> list[Sample]:
+    def plain(self, workload: PairWorkload) -> list[TimedCompletion]:
         """Complete each prompt once, cold, without drafts."""
         return [self._sample(workload, index, speculative=False) for index in range(len(workload.prompts))]
 
-    def drafted(self, workload: Workload) -> list[Sample]:
+    def drafted(self, workload: PairWorkload) -> list[TimedCompletion]:
         """Complete each prompt once, cold, with drafts."""
         return [self._sample(workload, index, speculative=True) for index in range(len(workload.prompts))]
 
-    def outputs(self, workload: Workload, salt: str) -> list[tuple[int, ...]]:
+    def outputs(self, workload: PairWorkload, salt: str) -> list[tuple[int, ...]]:
         """Return each prompt's output tokens, untimed. The history of ``salt`` then has them."""
         found = []
         for index in range(len(workload.prompts)):
@@ -137,7 +137,7 @@ class Bench:
             found.append(completion.token_ids)
         return found
 
-    def warm_pair(self, workload: Workload, salt: str) -> Pair:
+    def warm_pair(self, workload: PairWorkload, salt: str) -> Pair:
         """Measure one pair under a salt whose history has every prompt's output (``outputs``)."""
         pair = Pair()
         for index in range(len(workload.prompts)):
@@ -146,7 +146,7 @@ class Bench:
         self._progress(f"warm history: n-gram / plain {pair.ratio:.3f}")
         return pair
 
-    def concurrent(self, workload: Workload, num_streams: int, rounds: int) -> list[float]:
+    def concurrent(self, workload: PairWorkload, num_streams: int, rounds: int) -> list[float]:
         """Return each round's rate of ``num_streams`` plain streams (figures.concurrent_rate)."""
         rates = []
         for number in range(rounds):
@@ -162,7 +162,7 @@ class Bench:
         return rates
 
     def references(
-        self, workload: Workload, outputs: Sequence[Sequence[int]], engine: Decoder, transformers: Decoder
+        self, workload: PairWorkload, outputs: Sequence[Sequence[int]], engine: Decoder, transformers: Decoder
     ) -> ReferencePass:
         """Measure server, engine and transformers in turn for each prompt; the others sleep.
 
@@ -189,9 +189,11 @@ class Bench:
         self._progress(f"plain / transformers {ratio:.2f}; {num_equal} outputs are transformers' own")
         return ReferencePass(served, engine_times, transformers_times, num_equal)
 
-    def _sample(self, workload: Workload, index: int, *, speculative: bool, salt: str | None = None) -> Sample:
+    def _sample(
+        self, workload: PairWorkload, index: int, *, speculative: bool, salt: str | None = None
+    ) -> TimedCompletion:
         completion = self._request(workload, index, speculative=speculative, salt=salt)
-        return Sample(
+        return TimedCompletion(
             index,
             timing_of(completion),
             completion.text,
@@ -201,14 +203,16 @@ class Bench:
         )
 
     def _request(
-        self, workload: Workload, index: int, *, speculative: bool, salt: str | None = None, **fields: Any
+        self, workload: PairWorkload, index: int, *, speculative: bool, salt: str | None = None, **fields: Any
     ) -> StreamedCompletion:
         body = self._body(workload, index, speculative=speculative, salt=salt) | fields
         (completion,) = self._complete([body])
         _check(completion, workload, index, speculative=speculative, cold=salt is None)
         return completion
 
-    def _body(self, workload: Workload, index: int, *, speculative: bool, salt: str | None = None) -> dict[str, Any]:
+    def _body(
+        self, workload: PairWorkload, index: int, *, speculative: bool, salt: str | None = None
+    ) -> dict[str, Any]:
         """Return a request's body. Without ``salt`` it gets a new one: nothing is cached."""
         return {
             "model": self._model,
@@ -224,7 +228,9 @@ class Bench:
         }
 
 
-def _check(completion: StreamedCompletion, workload: Workload, index: int, *, speculative: bool, cold: bool) -> None:
+def _check(
+    completion: StreamedCompletion, workload: PairWorkload, index: int, *, speculative: bool, cold: bool
+) -> None:
     """Raise UnexpectedAnswerError unless the completion matches its request."""
     prompt = workload.prompts[index]
     if completion.num_tokens != workload.num_tokens:

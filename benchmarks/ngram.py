@@ -48,7 +48,7 @@ MAX_MEMORY_MB = 600.0
 
 
 @dataclass
-class Row:
+class SlotFeed:
     """A batch slot, and the sequences that use it one after the other."""
 
     slot: int
@@ -91,7 +91,7 @@ def load(files: list[Path], encode: Callable[[str], NDArray[np.int32]]) -> list[
 
 def make_request(
     step: int,
-    rows: list[Row],
+    rows: list[SlotFeed],
     taken: list[NDArray[np.int32]],
     max_nodes: int,
     predictions: list[NDArray[np.int32]] | None = None,
@@ -134,7 +134,7 @@ def fill(
     drafter: NgramDrafter, sequences: list[NDArray[np.int32]], slot: int, extra_tokens: int, clock: Clock
 ) -> tuple[int, float]:
     """Insert sequences until the trie is full, then ``extra_tokens``; return tokens and seconds."""
-    row = Row(slot, itertools.cycle(sequences))
+    row = SlotFeed(slot, itertools.cycle(sequences))
     total, seconds, left = 0, 0.0, extra_tokens
     for step in itertools.count(1):
         taken = row.take(FILL_CHUNK)
@@ -149,7 +149,7 @@ def fill(
     raise AssertionError("unreachable")
 
 
-def idle_call(drafter: NgramDrafter, rows: list[Row], nothing: list[NDArray[np.int32]], clock: Clock) -> float:
+def idle_call(drafter: NgramDrafter, rows: list[SlotFeed], nothing: list[NDArray[np.int32]], clock: Clock) -> float:
     """Return the median seconds of a call for these rows that neither inserts nor matches."""
     request = make_request(0, rows, nothing, max_nodes=1)
     calls = []
@@ -164,12 +164,12 @@ def idle_call(drafter: NgramDrafter, rows: list[Row], nothing: list[NDArray[np.i
 
 def stream(
     drafter: NgramDrafter,
-    rows: list[Row],
+    rows: list[SlotFeed],
     steps: int,
     new_tokens: int,
     max_nodes: int,
     clock: Clock,
-    predict: Callable[[Row], NDArray[np.int32]] | None = None,
+    predict: Callable[[SlotFeed], NDArray[np.int32]] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
     """Return each step's insert microseconds a token and match microseconds a row, and nodes a row.
 
@@ -242,7 +242,7 @@ def main() -> int:
     # The text of each part is new to the drafter.
     sequences = itertools.cycle(streamed[:-8])
     random = np.random.default_rng(0)
-    kinds: dict[str, Callable[[Row], NDArray[np.int32]] | None] = {
+    kinds: dict[str, Callable[[SlotFeed], NDArray[np.int32]] | None] = {
         "": None,
         ", close predictions": lambda row: edited(row.tokens, random),
         ", useless predictions": lambda row: streamed[-1 - row.slot],
@@ -254,7 +254,7 @@ def main() -> int:
             corpus = np.concatenate(history)[:CORPUS_TOKENS]
             drafter.corpora.add("history", corpus)
             print(f"a corpus of {len(corpus):,} tokens: sorted in {time.perf_counter() - start:.1f} s")
-        rows = [Row(slot, sequences) for slot in range(count)]
+        rows = [SlotFeed(slot, sequences) for slot in range(count)]
         inserts, matches, nodes = stream(drafter, rows, arguments.steps, 2, arguments.max_nodes, clock, predict)
         good &= report(f"insert, {count} rows x 2 tokens{kind}, per token", inserts, MAX_INSERT_US)
         good &= report(f"match, {count} rows, {nodes:.1f} nodes drafted{kind}, per row", matches, MAX_MATCH_US)

@@ -40,7 +40,7 @@ def pass_s(num_rows: int) -> float:
 
 
 @dataclass(eq=False)
-class Stream:
+class SimulatedStream:
     """One request after the other. Times are seconds."""
 
     requests: int
@@ -51,7 +51,7 @@ class Stream:
 
 
 @dataclass
-class Load:
+class SimulatedGaps:
     """What the streams have seen."""
 
     gaps: list[float] = field(default_factory=list)
@@ -62,15 +62,17 @@ class Load:
     num_tokens: int = 0
 
 
-def simulate(num_streams: int, limit_s: float, token_s: float, num_requests: int) -> Load:
+def simulate(num_streams: int, limit_s: float, token_s: float, num_requests: int) -> SimulatedGaps:
     """Return what ``num_streams`` streams see in ``num_requests`` requests each."""
     draw = random.Random(1)
     budget = PrefillBudget(
         MOST_TOKENS, limit_s=limit_s, token_s=pass_s(MOST_TOKENS) / MOST_TOKENS, smallest_s=pass_s(1)
     )
-    load, now = Load(), 0.0
-    prefilling: deque[Stream] = deque(Stream(num_requests, 0.0, draw.randint(*PROMPTS)) for _ in range(num_streams))
-    decoding: list[Stream] = []
+    load, now = SimulatedGaps(), 0.0
+    prefilling: deque[SimulatedStream] = deque(
+        SimulatedStream(num_requests, 0.0, draw.randint(*PROMPTS)) for _ in range(num_streams)
+    )
+    decoding: list[SimulatedStream] = []
     while prefilling or decoding:
         step_s = float(np.interp(len(decoding), BATCHES, STEP_S)) if decoding else 0.0
         room = budget.tokens(step_s) if prefilling else 0

@@ -27,7 +27,7 @@ from verifier_svc.outbox import Outbox
 STREAM_PROMPT, FIRST_TOKENS, PROMPT_OUTPUT = 50, 10, 8
 
 
-class Client:
+class EngineClient:
     """Sends requests to one engine, and notes when their tokens come."""
 
     def __init__(self, settings: VerifierSettings) -> None:
@@ -71,7 +71,7 @@ class Client:
             self._changed.notify_all()
 
 
-def measure(client: Client, number: int, num_streams: int, prompt: int, output: int) -> tuple[float, float]:
+def measure(client: EngineClient, number: int, num_streams: int, prompt: int, output: int) -> tuple[float, float]:
     """Return the longest gap of the streams and the time to the prompt's first token, in ms."""
     names = [f"stream {number} {index}" for index in range(num_streams)]
     long = f"prompt {number}"
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     clients = {
-        limit: Client(
+        limit: EngineClient(
             VerifierSettings(
                 model=args.model,
                 served_model_names=("model",),

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from benchmarks.figures import Timing, decode_rate, median
-from benchmarks.measure import Pair, ReferencePass, Sample
+from benchmarks.measure import Pair, ReferencePass, TimedCompletion
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def missed_bars(figures: Sequence[Figure]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReportRow:
     """One way of decoding, as a row of a table."""
 
     name: str
@@ -68,9 +68,9 @@ class Report:
     """Everything in the report. ``judged`` is false if the run is too short for the bars."""
 
     facts: dict[str, str]
-    cold: list[Row]
-    random: list[Row]
-    warm: list[Row]
+    cold: list[ReportRow]
+    random: list[ReportRow]
+    warm: list[ReportRow]
     figures: list[Figure]
     notes: list[str]
     judged: bool
@@ -82,7 +82,7 @@ class Report:
         return [*self.mismatches, *(missed_bars(self.figures) if self.judged else ())]
 
 
-def pair_rows(pairs: Sequence[Pair]) -> list[Row]:
+def pair_rows(pairs: Sequence[Pair]) -> list[ReportRow]:
     """Return rows for plain and n-gram decoding over all pairs."""
     plain = [sample for pair in pairs for sample in pair.plain]
     speculative = [sample for pair in pairs for sample in pair.speculative]
@@ -90,24 +90,24 @@ def pair_rows(pairs: Sequence[Pair]) -> list[Row]:
     return [_row("plain", plain, 1.0), _row("n-gram", speculative, ratio)]
 
 
-def _row(name: str, samples: Sequence[Sample], ratio: float) -> Row:
+def _row(name: str, samples: Sequence[TimedCompletion], ratio: float) -> ReportRow:
     timings = [sample.timing for sample in samples]
     tokens_per_step = sum(sample.tokens_per_step for sample in samples) / len(samples)
-    return Row(name, decode_rate(timings), _first_token_ms(timings), tokens_per_step, ratio)
+    return ReportRow(name, decode_rate(timings), _first_token_ms(timings), tokens_per_step, ratio)
 
 
-def reference_rows(passes: Sequence[ReferencePass], plain: Row) -> list[Row]:
+def reference_rows(passes: Sequence[ReferencePass], plain: ReportRow) -> list[ReportRow]:
     """Return rows for the engine alone and transformers, with ratios to the served plain runs."""
     rows = []
     for name, timings_of in (("engine alone, in process", _engine), ("transformers generate", _transformers)):
         timings = [timing for one in passes for timing in timings_of(one)]
         ratio = median([decode_rate(timings_of(one)) / decode_rate(one.served) for one in passes])
-        rows.append(Row(name, decode_rate(timings), _first_token_ms(timings), plain.tokens_per_step, ratio))
+        rows.append(ReportRow(name, decode_rate(timings), _first_token_ms(timings), plain.tokens_per_step, ratio))
     return rows
 
 
-def concurrent_row(num_streams: int, rates: Sequence[float], ratio: float) -> Row:
-    return Row(f"plain, {num_streams} streams at once", median(rates), None, None, ratio)
+def concurrent_row(num_streams: int, rates: Sequence[float], ratio: float) -> ReportRow:
+    return ReportRow(f"plain, {num_streams} streams at once", median(rates), None, None, ratio)
 
 
 def _engine(one: ReferencePass) -> list[Timing]:
@@ -152,7 +152,7 @@ def to_markdown(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _rows_table(rows: Sequence[Row], ratio_title: str) -> str:
+def _rows_table(rows: Sequence[ReportRow], ratio_title: str) -> str:
     lines = [f"| | tok/s | first token, ms | tokens a step | {ratio_title} |", "| --- | ---: | ---: | ---: | ---: |"]
     for row in rows:
         first = "" if row.first_token_ms is None else f"{row.first_token_ms:.1f}"

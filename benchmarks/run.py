@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from benchmarks import environment, report
 from benchmarks.command import finish, progress, take_cores
 from benchmarks.figures import NGRAM, TooShortError, decode_rate, median, repeated_share
-from benchmarks.measure import Bench, Pair, ReferencePass, UnexpectedAnswerError, Workload, rate_of
+from benchmarks.measure import Bench, Pair, PairWorkload, ReferencePass, UnexpectedAnswerError, rate_of
 from benchmarks.prompts import code_prompts, num_files, random_prompts
 from benchmarks.reference import ReferenceFailedError, running_reference
 from benchmarks.report import Bar, Figure, Report
@@ -64,8 +64,8 @@ QUICK = Plan(num_pairs=1, num_prompts=8, num_tokens=32, num_reference_passes=1, 
 class Measured:
     """The raw results of a run."""
 
-    code: Workload
-    random: Workload
+    code: PairWorkload
+    random: PairWorkload
     code_pairs: list[Pair]
     random_pairs: list[Pair]
     warm_pair: Pair
@@ -106,8 +106,8 @@ def measure_all(options: argparse.Namespace) -> Report:
     plan = QUICK if options.quick else FULL
     used = take_cores(NUM_CORES)
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
-    code = Workload("held-out code", code_prompts(tokenizer, plan.num_prompts), plan.num_tokens)
-    random = Workload("random identifiers", random_prompts(tokenizer, plan.num_prompts), plan.num_tokens, 1.0)
+    code = PairWorkload("held-out code", code_prompts(tokenizer, plan.num_prompts), plan.num_tokens)
+    random = PairWorkload("random identifiers", random_prompts(tokenizer, plan.num_prompts), plan.num_tokens, 1.0)
     threads = options.threads or default_threads()
     with _server(options, threads) as (address, root):
         measured = _measure(plan, options.model, threads, code, random, address, root)
@@ -131,8 +131,8 @@ def _measure(
     plan: Plan,
     model: Path,
     threads: int,
-    code: Workload,
-    random: Workload,
+    code: PairWorkload,
+    random: PairWorkload,
     address: Address,
     root: psutil.Process | None,
 ) -> Measured:

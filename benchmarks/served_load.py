@@ -27,7 +27,7 @@ from benchmarks.figures import median
 from benchmarks.measure import UnexpectedAnswerError
 from benchmarks.report import Bar, Figure, figures_table, missed_bars
 from benchmarks.stack import StackError
-from benchmarks.workloads import Point, Requests, Workload
+from benchmarks.workloads import LoadPoint, Requests, ServingWorkload
 from foretoken.bench.bottleneck import CLIENT_LIMIT
 from foretoken.bench.completion import StreamError
 from foretoken.bench.load import Clients, running_clients
@@ -43,7 +43,7 @@ PLAIN, AUTO = ARMS["plain"], ARMS["auto-ngram"]
 FIXED = tuple(arm for arm in ARMS.values() if arm.is_fixed and arm.num_drafters == 1)
 OVER_PLAIN, OVER_FIXED = 0.98, 0.95
 STREAM_TIMEOUT_S = 300.0
-WORKLOAD = Workload("cpu", 64, (PLAIN.name, AUTO.name, *(arm.name for arm in FIXED)), ())
+WORKLOAD = ServingWorkload("cpu", 64, (PLAIN.name, AUTO.name, *(arm.name for arm in FIXED)), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class ServedLoad:
     def _rate(self, arm: Arm, server: ArmServer, num_streams: int) -> float:
         requests = Requests(WORKLOAD, self._prompts, arm.body)
         count = max(LEAST_REQUESTS, MOST_REQUESTS // num_streams)
-        load = self._clients.run(server.address, requests.closed(Point(num_streams), count), STREAM_TIMEOUT_S)
+        load = self._clients.run(server.address, requests.closed(LoadPoint(num_streams), count), STREAM_TIMEOUT_S)
         WORKLOAD.check(load.answers)
         self.busiest = max(self.busiest, load.busiest)
         rate: float = figures_of(load.answers)["tokens_per_s"]

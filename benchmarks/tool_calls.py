@@ -56,7 +56,7 @@ Calls = list[tuple[str, str]]
 
 
 @dataclass
-class Outcome:
+class ToolCallOutcome:
     """What one way of drafting came to."""
 
     num_calls: int = 0
@@ -100,9 +100,9 @@ def fault_of(answer: dict[str, Any], number: int) -> tuple[str, Calls]:
     return "", calls
 
 
-async def run(url: str, choice: str, num_requests: int) -> Outcome:
+async def run(url: str, choice: str, num_requests: int) -> ToolCallOutcome:
     """Send all requests, a few at once."""
-    outcome = Outcome()
+    outcome = ToolCallOutcome()
     places = asyncio.Semaphore(NUM_AT_ONCE)
 
     async def ask(client: httpx.AsyncClient, number: int) -> None:
@@ -125,9 +125,9 @@ async def run(url: str, choice: str, num_requests: int) -> Outcome:
     return outcome
 
 
-def check(url: str, num_requests: int, choices: Sequence[str]) -> dict[str, Outcome]:
+def check(url: str, num_requests: int, choices: Sequence[str]) -> dict[str, ToolCallOutcome]:
     """Return the outcome of plain decode and of each choice of drafters, and print each."""
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, ToolCallOutcome] = {}
     for choice in (PLAIN, *choices):
         outcome = outcomes[choice] = asyncio.run(run(url, choice, num_requests))
         for number, calls in outcome.calls.items():

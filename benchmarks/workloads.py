@@ -57,7 +57,7 @@ ODD_GROUP = "odd"
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class LoadPoint:
     """One load: ``concurrency`` closed streams, or Poisson arrivals at ``percent`` of the best.
 
     ``case`` is a name in ODD, or empty.
@@ -74,7 +74,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class ServingWorkload:
     """What is sent, to which arms, at which points.
 
     Attributes:
@@ -87,7 +87,7 @@ class Workload:
     name: str
     output_tokens: int
     arms: tuple[str, ...]
-    points: tuple[Point, ...]
+    points: tuple[LoadPoint, ...]
     prompt_tokens: int = 0
     weights: Literal["widened", "random"] = "widened"
     accept_length: float = 0.0
@@ -119,30 +119,30 @@ class Workload:
                 raise UnexpectedAnswerError(f"{answer.num_cached_tokens} prompt tokens were cached")
 
 
-def _closed(*concurrencies: int) -> tuple[Point, ...]:
-    return tuple(Point(concurrency) for concurrency in concurrencies)
+def _closed(*concurrencies: int) -> tuple[LoadPoint, ...]:
+    return tuple(LoadPoint(concurrency) for concurrency in concurrencies)
 
 
-WORKLOADS: Mapping[str, Workload] = {
+WORKLOADS: Mapping[str, ServingWorkload] = {
     workload.name: workload
     for workload in (
-        Workload("core", 192, (*CORE_ARMS, *VLLM_ARMS), _closed(1, 4, 16, 64, 128, 256)),
-        Workload(
+        ServingWorkload("core", 192, (*CORE_ARMS, *VLLM_ARMS), _closed(1, 4, 16, 64, 128, 256)),
+        ServingWorkload(
             "long-1k", 1000, ("plain", "auto"), _closed(1, 16, 64), 1000, weights="random", accept_length=ACCEPT_LENGTH
         ),
-        Workload(
+        ServingWorkload(
             "long-8k", 1000, ("plain", "auto"), _closed(1, 16, 64), 8000, weights="random", accept_length=ACCEPT_LENGTH
         ),
-        Workload("mixed", 192, ("plain", "auto"), _closed(16, 64), mixed=True),
-        Workload(
+        ServingWorkload("mixed", 192, ("plain", "auto"), _closed(16, 64), mixed=True),
+        ServingWorkload(
             "poisson",
             192,
             ("plain", "auto", *VLLM_ARMS),
-            tuple(Point(percent=percent) for percent in (25, 50, 75, 90)),
+            tuple(LoadPoint(percent=percent) for percent in (25, 50, 75, 90)),
         ),
-        Workload("odd", 192, ("fixed-ngram-5-1-6",), tuple(Point(16, case=case) for case in ODD)),
+        ServingWorkload("odd", 192, ("fixed-ngram-5-1-6",), tuple(LoadPoint(16, case=case) for case in ODD)),
         # Prompts alone: one token ends each request.
-        Workload("prefill", 1, ("plain",), _closed(16), 1000, weights="random"),
+        ServingWorkload("prefill", 1, ("plain",), _closed(16), 1000, weights="random"),
     )
 }
 
@@ -151,11 +151,11 @@ WORKLOADS: Mapping[str, Workload] = {
 class Requests:
     """Makes the streams of one arm's points."""
 
-    workload: Workload
+    workload: ServingWorkload
     prompts: Sequence[list[int]]
     body: Mapping[str, Any]
 
-    def closed(self, point: Point, count: int) -> list[UserStream]:
+    def closed(self, point: LoadPoint, count: int) -> list[UserStream]:
         """Return one stream of ``count`` requests for each user."""
         bodies = self._bodies()
         rounds = [[next(bodies) for _ in range(point.concurrency)] for _ in range(count)]

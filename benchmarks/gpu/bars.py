@@ -39,7 +39,7 @@ GATEWAY_BATCHES = (1, 16)
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class DecodingFlags:
     """One way of decoding.
 
     ``steps``, ``topk`` and ``tokens`` are the values of --speculative-num-steps,
@@ -58,7 +58,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class StepBar:
     """Milliseconds a step: the bar, the goal, and the peers' times."""
 
     must: float
@@ -79,31 +79,31 @@ class Key:
 
 
 SETTINGS = (
-    Setting("plain"),
-    Setting("chain 3-1-4", 3, 1, 4, 3.0),
-    Setting("chain 5-1-6", 5, 1, 6, 4.0),
-    Setting("tree 5-8-32", 5, 8, 32, 4.0),
-    Setting("tree 5-8-64", 5, 8, 64, 4.0),
-    Setting("fused 1-1-2", 1, 1, 2, 2.0),
+    DecodingFlags("plain"),
+    DecodingFlags("chain 3-1-4", 3, 1, 4, 3.0),
+    DecodingFlags("chain 5-1-6", 5, 1, 6, 4.0),
+    DecodingFlags("tree 5-8-32", 5, 8, 32, 4.0),
+    DecodingFlags("tree 5-8-64", 5, 8, 64, 4.0),
+    DecodingFlags("fused 1-1-2", 1, 1, 2, 2.0),
 )
 
-BARS: dict[tuple[str, int], Bar] = {
-    ("plain", 1): Bar(4.5, 4.3, (("SGLang", 4.81), ("vLLM", 4.90))),
-    ("plain", 4): Bar(4.7, 4.4, (("SGLang", 5.02), ("vLLM", 4.98))),
-    ("plain", 16): Bar(4.85, 4.6, (("SGLang", 5.14), ("vLLM", 5.16))),
-    ("chain 3-1-4", 1): Bar(5.3, 5.0, (("vLLM", 5.90),)),
-    ("chain 3-1-4", 4): Bar(5.5, 5.2, (("vLLM", 6.01),)),
-    ("chain 3-1-4", 16): Bar(6.0, 5.6, (("vLLM", 6.35),)),
-    ("chain 5-1-6", 1): Bar(5.8, 5.4, (("vLLM", 6.49),)),
-    ("chain 5-1-6", 4): Bar(6.0, 5.6, (("vLLM", 6.67),)),
-    ("chain 5-1-6", 16): Bar(6.8, 6.4, (("vLLM", 7.20),)),
-    ("tree 5-8-32", 1): Bar(6.3, 5.8, (("SGLang", 8.57),)),
-    ("tree 5-8-32", 4): Bar(7.2, 6.6, (("SGLang", 9.65),)),
-    ("tree 5-8-32", 16): Bar(14.5, 13.0, (("SGLang", 18.46),)),
-    ("tree 5-8-64", 1): Bar(6.6, 6.1, (("SGLang", 9.07),)),
-    ("tree 5-8-64", 16): Bar(27.0, 24.0, (("SGLang", 31.5),)),
-    ("fused 1-1-2", 1): Bar(4.9, 4.6, (("SGLang", 6.34),)),
-    ("fused 1-1-2", 16): Bar(5.4, 5.1, (("SGLang", 6.90),)),
+BARS: dict[tuple[str, int], StepBar] = {
+    ("plain", 1): StepBar(4.5, 4.3, (("SGLang", 4.81), ("vLLM", 4.90))),
+    ("plain", 4): StepBar(4.7, 4.4, (("SGLang", 5.02), ("vLLM", 4.98))),
+    ("plain", 16): StepBar(4.85, 4.6, (("SGLang", 5.14), ("vLLM", 5.16))),
+    ("chain 3-1-4", 1): StepBar(5.3, 5.0, (("vLLM", 5.90),)),
+    ("chain 3-1-4", 4): StepBar(5.5, 5.2, (("vLLM", 6.01),)),
+    ("chain 3-1-4", 16): StepBar(6.0, 5.6, (("vLLM", 6.35),)),
+    ("chain 5-1-6", 1): StepBar(5.8, 5.4, (("vLLM", 6.49),)),
+    ("chain 5-1-6", 4): StepBar(6.0, 5.6, (("vLLM", 6.67),)),
+    ("chain 5-1-6", 16): StepBar(6.8, 6.4, (("vLLM", 7.20),)),
+    ("tree 5-8-32", 1): StepBar(6.3, 5.8, (("SGLang", 8.57),)),
+    ("tree 5-8-32", 4): StepBar(7.2, 6.6, (("SGLang", 9.65),)),
+    ("tree 5-8-32", 16): StepBar(14.5, 13.0, (("SGLang", 18.46),)),
+    ("tree 5-8-64", 1): StepBar(6.6, 6.1, (("SGLang", 9.07),)),
+    ("tree 5-8-64", 16): StepBar(27.0, 24.0, (("SGLang", 31.5),)),
+    ("fused 1-1-2", 1): StepBar(4.9, 4.6, (("SGLang", 6.34),)),
+    ("fused 1-1-2", 16): StepBar(5.4, 5.1, (("SGLang", 6.90),)),
 }
 
 

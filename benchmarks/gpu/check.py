@@ -43,7 +43,7 @@ MAX_WITHOUT_DRAFT = 0.05
 Row = dict[str, Any]
 
 
-class RefusedError(Exception):
+class CannotJudgeError(Exception):
     """The file cannot be judged. The message has one reason a line."""
 
 
@@ -51,22 +51,22 @@ def newest(folder: Path) -> Path:
     """Return the file of the run that began last.
 
     Raises:
-        RefusedError: there is no file, or one does not hold a run.
+        CannotJudgeError: there is no file, or one does not hold a run.
     """
     found = {file: str(load(file).get("began_at", "")) for file in sorted(folder.glob("*.json"))}
     if not found:
-        raise RefusedError(f"{folder} has no result")
+        raise CannotJudgeError(f"{folder} has no result")
     return max(found, key=lambda file: found[file])
 
 
 def load(file: Path) -> dict[str, Any]:
-    """Read one run's JSON. Raises RefusedError if the file holds something else."""
+    """Read one run's JSON. Raises CannotJudgeError if the file holds something else."""
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RefusedError(f"{file}: {error}") from error
+        raise CannotJudgeError(f"{file}: {error}") from error
     if not isinstance(result, dict) or result.get("format") != FORMAT or not isinstance(result.get("rows"), list):
-        raise RefusedError(f"{file} is no result of benchmarks.gpu.steps")
+        raise CannotJudgeError(f"{file} is no result of benchmarks.gpu.steps")
     return result
 
 
@@ -177,14 +177,14 @@ def is_ancestor(commit: str, root: Path = environment.ROOT) -> bool:
 
 
 def check(file: Path) -> tuple[str, list[str]]:
-    """Check that the run can be judged, then judge it. Raises RefusedError."""
+    """Check that the run can be judged, then judge it. Raises CannotJudgeError."""
     result = load(file)
     try:
         reasons = refusals(result, is_ancestor)
     except (KeyError, TypeError, AttributeError) as error:
-        raise RefusedError(f"{file} is no whole result: {error!r}") from error
+        raise CannotJudgeError(f"{file} is no whole result: {error!r}") from error
     if reasons:
-        raise RefusedError("\n".join(reasons))
+        raise CannotJudgeError("\n".join(reasons))
     return judge(result)
 
 
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         file = options.file or newest(RESULTS)
         table, missed = check(file)
-    except RefusedError as error:
+    except CannotJudgeError as error:
         for line in str(error).splitlines():
             print(f"refused: {line}", file=sys.stderr)
         sys.exit(2)

@@ -42,7 +42,7 @@ LLAMA3_ROPE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelSizes:
     """The sizes of a Llama model. ``rope_scaling`` is the field of config.json."""
 
     hidden_size: int
@@ -86,7 +86,7 @@ class Shape:
         }
 
 
-LLAMA_3_1_8B = Shape(
+LLAMA_3_1_8B = ModelSizes(
     hidden_size=4096,
     intermediate_size=14336,
     num_layers=32,
@@ -99,7 +99,7 @@ SHAPES = {
     "llama-3.1-8b": LLAMA_3_1_8B,
     # The same structure in a size that a CPU can serve, for trying commands. It is deep: a draft
     # then costs less than it can save, so the verifier waits for it.
-    "tiny": Shape(
+    "tiny": ModelSizes(
         hidden_size=128,
         intermediate_size=384,
         num_layers=12,
@@ -112,7 +112,7 @@ SHAPES = {
 }
 
 
-def random_target(folder: Path, shape: Shape, *, seed: int = 0) -> None:
+def random_target(folder: Path, shape: ModelSizes, *, seed: int = 0) -> None:
     """Write a target with random weights, and a tokenizer with as many ids as the vocabulary.
 
     Its text has no meaning. The same seed and kind of device give the same text.

@@ -28,13 +28,13 @@ from benchmarks.command import progress
 from benchmarks.environment import ROOT
 from benchmarks.figures import median
 from benchmarks.gpu import bars
-from benchmarks.gpu.bars import Setting
+from benchmarks.gpu.bars import DecodingFlags
 from benchmarks.gpu.provenance import keep, run_facts
 from benchmarks.gpu.step_times import Arrivals
-from benchmarks.gpu.steps import READY_TIMEOUT_S, Workload, enough_steps, serve_flags
+from benchmarks.gpu.steps import READY_TIMEOUT_S, StepsWorkload, enough_steps, serve_flags
 from benchmarks.gpu.timeline import Timeline, TraceError, spans_of, timeline_of
 from benchmarks.gpu.traced_verifier import DONE
-from benchmarks.gpu.verifier_client import VerifierClient
+from benchmarks.gpu.verifier_client import SessionClient
 from benchmarks.stack import StackError
 
 SETTINGS = ("plain", "chain 5-1-6", "tree 5-8-32")
@@ -75,7 +75,7 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def traced_verifier(model: Path, flags: Sequence[str]) -> Iterator[tuple[VerifierClient, Recorder]]:
+def traced_verifier(model: Path, flags: Sequence[str]) -> Iterator[tuple[SessionClient, Recorder]]:
     """Start ``foretoken verifier`` with ``flags``; yield it when ready, with a connection.
 
     Raises:
@@ -88,7 +88,7 @@ def traced_verifier(model: Path, flags: Sequence[str]) -> Iterator[tuple[Verifie
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         recorder = Recorder(child, Path(folder))
         try:
-            with VerifierClient(address) as client:
+            with SessionClient(address) as client:
                 client.wait_ready(recorder.is_alive, READY_TIMEOUT_S)
                 yield client, recorder
         finally:
@@ -112,7 +112,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             continue
         progress(f"{setting.name}: starting")
         num_tokens = math.ceil(options.steps * setting.accept_length)
-        workload = Workload(vocab_size, options.prompt_tokens, num_tokens, options.min_steps, 0.0)
+        workload = StepsWorkload(vocab_size, options.prompt_tokens, num_tokens, options.min_steps, 0.0)
         flags = [*verifier_flags(setting, options.drafter_head.resolve(), max(options.batches)), *extra]
         with traced_verifier(options.model.resolve(), flags) as (client, recorder):
             # Time all batches before the first recording: the profiler may slow down what follows.
@@ -127,7 +127,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield found
 
 
-def verifier_flags(setting: Setting, head: Path, batch: int) -> list[str]:
+def verifier_flags(setting: DecodingFlags, head: Path, batch: int) -> list[str]:
     """Return the flags of ``foretoken verifier``; a drafter without an address runs inside it."""
     flags = serve_flags(setting, head, in_process=True, batch=batch)
     for flag in ("--speculative-algorithm", "--drafter-placement"):
@@ -137,7 +137,7 @@ def verifier_flags(setting: Setting, head: Path, batch: int) -> list[str]:
     return flags
 
 
-def _untraced(client: VerifierClient, setting: Setting, batch: int, workload: Workload) -> dict[str, Any]:
+def _untraced(client: SessionClient, setting: DecodingFlags, batch: int, workload: StepsWorkload) -> dict[str, Any]:
     name = f"{setting.name}, batch {batch}"
 
     def decode(seed: str) -> list[Arrivals]:

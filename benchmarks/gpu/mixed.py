@@ -26,11 +26,11 @@ from benchmarks.arms import NGRAM
 from benchmarks.command import progress
 from benchmarks.figures import median
 from benchmarks.gpu import bars
-from benchmarks.gpu.bars import SETTINGS, Setting
+from benchmarks.gpu.bars import SETTINGS, DecodingFlags
 from benchmarks.gpu.provenance import keep, run_facts
 from benchmarks.gpu.step_times import Arrivals
-from benchmarks.gpu.steps import Workload, enough_steps, serve_flags, served
-from benchmarks.gpu.verifier_client import VerifierClient, new_sequence
+from benchmarks.gpu.steps import StepsWorkload, enough_steps, serve_flags, served
+from benchmarks.gpu.verifier_client import SessionClient, new_sequence
 from benchmarks.stack import StackError
 from protos import verifier_pb2
 
@@ -87,7 +87,9 @@ class Case:
     odd: Wants | None = None
     against: str = ""
 
-    def sequences(self, workload: Workload, seed: str, accept_length: float, steps: int) -> list[verifier_pb2.Sequence]:
+    def sequences(
+        self, workload: StepsWorkload, seed: str, accept_length: float, steps: int
+    ) -> list[verifier_pb2.Sequence]:
         """Return requests of ``steps`` steps if drafted steps give ``accept_length`` tokens."""
         found = []
         for index, prompt in enumerate(workload.prompts(self.size, seed)):
@@ -129,7 +131,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model, head = options.model.resolve(), options.drafter_head.resolve()
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     # Each case sets how many tokens its requests decode.
-    workload = Workload(vocab_size, options.prompt_tokens, 1, options.min_steps, 0.0)
+    workload = StepsWorkload(vocab_size, options.prompt_tokens, 1, options.min_steps, 0.0)
     extra = ["--numerics", options.numerics, *shlex.split(options.serve_flags)]
     groups = (
         (TREE, ragged_cases(options.batch, options.plain_rows), ()),
@@ -141,13 +143,15 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         num_drafters = flags.count("--drafter")
         with (
             served(setting.name, model, options.threads, flags, num_drafters=num_drafters) as server,
-            VerifierClient(server.verifier) as client,
+            SessionClient(server.verifier) as client,
         ):
             for case in cases:
                 yield _row(client, setting, case, workload, options.steps)
 
 
-def _row(client: VerifierClient, setting: Setting, case: Case, workload: Workload, steps: int) -> dict[str, Any]:
+def _row(
+    client: SessionClient, setting: DecodingFlags, case: Case, workload: StepsWorkload, steps: int
+) -> dict[str, Any]:
     """Warm up, decode batches until the first sequence has enough steps, and return the figures."""
     of_odd: list[Arrivals] = []
 

@@ -29,6 +29,7 @@ from benchmarks.arms import EAGLE3
 from benchmarks.command import finish, progress
 from benchmarks.figures import median
 from benchmarks.gpu.provenance import run_facts
+from benchmarks.measure import UnexpectedAnswerError
 from benchmarks.prompts import code_prompts, num_files
 from benchmarks.stack import StackError, describe, running_stack
 from foretoken.bench.client import Address
@@ -55,10 +56,6 @@ Complete = Callable[[Sequence[Sequence[int]], bool], list[list[int]]]
 Best = Callable[[Sequence[int]], dict[int, float]]
 
 
-class UnexpectedAnswerError(Exception):
-    """The server's answer does not match the request."""
-
-
 @dataclass(frozen=True, slots=True)
 class Divergence:
     """The first difference of two texts, at token ``at``.
@@ -73,7 +70,7 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class TextComparison:
     """All prompts, completed in two ways.
 
     ``num_tokens`` counts each text up to its first difference, or to its end.
@@ -110,7 +107,7 @@ def first_difference(text: Sequence[int], other: Sequence[int]) -> int | None:
 
 def compare(
     prompts: Sequence[Sequence[int]], texts: Iterable[tuple[str, list[list[int]]]], best: Best
-) -> Iterator[Comparison]:
+) -> Iterator[TextComparison]:
     """Yield each of COMPARISONS as soon as both of its texts exist.
 
     ``texts`` yields each text with its name.
@@ -125,7 +122,7 @@ def compare(
 
 def _comparison(
     prompts: Sequence[Sequence[int]], texts: dict[str, list[list[int]]], name: str, against: str, best: Best
-) -> Comparison:
+) -> TextComparison:
     divergences, num_tokens = [], 0
     for index, (text, other) in enumerate(zip(texts[name], texts[against], strict=True)):
         at = first_difference(text, other)
@@ -133,7 +130,7 @@ def _comparison(
         if at is not None:
             gap = gap_of(best([*prompts[index], *text[:at]]), text[at], other[at])
             divergences.append(Divergence(index, at, (text[at], other[at]), gap))
-    return Comparison(name, against, len(texts[name]), num_tokens, tuple(divergences))
+    return TextComparison(name, against, len(texts[name]), num_tokens, tuple(divergences))
 
 
 def gap_of(best: dict[int, float], token: int, other: int) -> float | None:
@@ -155,7 +152,7 @@ def complete_all(
             yield name, texts
 
 
-class Client:
+class GenerateClient:
     """Calls POST /generate of one server, and counts drafts and accepted tokens."""
 
     def __init__(self, address: Address, num_tokens: int, drafter: str) -> None:
@@ -200,7 +197,7 @@ class Client:
         return answers
 
 
-def measure(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Comparison]]]:
+def measure(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[TextComparison]]]:
     """Yield the result again after each comparison, with all comparisons so far.
 
     Raises:
@@ -219,7 +216,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[
     flags += shlex.split(options.serve_flags)
     with running_stack(model, options.threads, flags, ready_timeout_s=TIMEOUT_S) as (address, _):
         (verifier,) = describe(address)["verifiers"]
-        client = Client(address, options.tokens, options.drafter)
+        client = GenerateClient(address, options.tokens, options.drafter)
         facts = {
             "mode": verifier["mode"],
             "dtype": verifier["dtype"],
@@ -227,7 +224,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[
             "prompts": f"{len(prompts)} from {num_files(found)} held-out files, {options.tokens} tokens each",
             "batch": options.batch,
         }
-        comparisons: list[Comparison] = []
+        comparisons: list[TextComparison] = []
         for comparison in compare(prompts, complete_all(prompts, options.batch, client.complete), client.best):
             comparisons.append(comparison)
             yield facts | {"num_drafted": client.num_drafted, "num_accepted": client.num_accepted}, comparisons
@@ -235,7 +232,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[
         raise UnexpectedAnswerError(f"of {client.num_drafted} drafted tokens none was accepted: nothing was compared")
 
 
-def to_markdown(comparisons: Sequence[Comparison]) -> str:
+def to_markdown(comparisons: Sequence[TextComparison]) -> str:
     """Return a table with a line for each comparison."""
     lines = ["| texts | against | that differ | of 1000 tokens | median gap, nats | largest gap |"]
     lines.append("| --- | --- | ---: | ---: | ---: | ---: |")

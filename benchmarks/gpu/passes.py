@@ -69,7 +69,7 @@ class Floor(NamedTuple):
         return num_bytes / self.bandwidth / (ms / 1e3)
 
 
-class DraftTimes(NamedTuple):
+class DraftPartTimes(NamedTuple):
     """Milliseconds of the device for the two parts of a draft.
 
     Attributes:
@@ -169,7 +169,7 @@ def device_ms(launch: Callable[[], object], repeats: int = REPEATS) -> float:
 
 def draft_times(
     draft: Callable[[], object], measure: Callable[[Callable[[], object]], float] = device_ms
-) -> DraftTimes:
+) -> DraftPartTimes:
     """Return the times of a draft, replaying each of its graphs many times.
 
     A replay leaves the same result each time.
@@ -186,7 +186,7 @@ def draft_times(
     with mock.patch.object(DeviceGraphs, "run", timed):
         draft()
     trees = sum(ms for key, ms in found.items() if isinstance(key, TreeShape))
-    return DraftTimes(sum(found.values()) - trees, trees)
+    return DraftPartTimes(sum(found.values()) - trees, trees)
 
 
 def load_target(model: Path, backend: Backend, strict: bool = False) -> DeviceRunner:

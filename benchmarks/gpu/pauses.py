@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Pauses:
+class FaultPauses:
     """Seconds.
 
     Attributes:
@@ -23,7 +23,7 @@ class Pauses:
     longest_began: float
 
 
-def pauses_after(streams: Sequence[Sequence[float]], fault_at: float) -> Pauses:
+def pauses_after(streams: Sequence[Sequence[float]], fault_at: float) -> FaultPauses:
     """Return the pauses of the streams that met the fault and of all later ones.
 
     Args:
@@ -43,7 +43,7 @@ def pauses_after(streams: Sequence[Sequence[float]], fault_at: float) -> Pauses:
     ]
     longest, began = max(gaps)
     next_token = max(min(at for at in times if at > fault_at) - fault_at for times in struck)
-    return Pauses(next_token, longest, began)
+    return FaultPauses(next_token, longest, began)
 
 
 def longest_pause(streams: Sequence[Sequence[float]]) -> float:

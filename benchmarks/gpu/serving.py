@@ -31,7 +31,7 @@ from benchmarks.gpu.serving_result import Row, ServingResult
 from benchmarks.gpu.utilization import sampled
 from benchmarks.measure import UnexpectedAnswerError
 from benchmarks.stack import StackError
-from benchmarks.workloads import ODD_GROUP, WORKLOADS, Point, Requests, Workload
+from benchmarks.workloads import ODD_GROUP, WORKLOADS, LoadPoint, Requests, ServingWorkload
 from foretoken.bench.bottleneck import CLIENT_LIMIT
 from foretoken.bench.completion import StreamError
 from foretoken.bench.counters import counters, increase, tokens_per_step, total
@@ -46,7 +46,7 @@ MAKERS = {"widened": "benchmarks.gpu.widen", "random": "benchmarks.gpu.checkpoin
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class ServingMeasurement:
     """How all rows of one workload are measured.
 
     Attributes:
@@ -55,21 +55,21 @@ class Measurement:
         best_tokens_per_s: the rate that a Poisson point takes its percent of.
     """
 
-    workload: Workload
+    workload: ServingWorkload
     launch: Launch
     clients: Clients
     num_requests: int
     seconds: float = 20.0
     best_tokens_per_s: float = 0.0
 
-    def rate(self, point: Point) -> float:
+    def rate(self, point: LoadPoint) -> float:
         """Return a point's arrivals a second; 0.0 for a closed load."""
         return point.percent / 100 * self.best_tokens_per_s / self.workload.output_tokens
 
-    def requests_a_stream(self, point: Point) -> int:
+    def requests_a_stream(self, point: LoadPoint) -> int:
         return 1 if point.percent else self.num_requests
 
-    def rows(self, arm: Arm, points: Sequence[Point]) -> Iterator[Row]:
+    def rows(self, arm: Arm, points: Sequence[LoadPoint]) -> Iterator[Row]:
         """Start the arm's server once and yield a row for each point.
 
         Raises:
@@ -87,8 +87,8 @@ class Measurement:
             for point in points:
                 yield self._row(arm, point, server, requests)
 
-    def _row(self, arm: Arm, point: Point, server: ArmServer, requests: Requests) -> Row:
-        warm_up = requests.closed(Point(min(point.concurrency or WARM_UP_STREAMS, WARM_UP_STREAMS)), 1)
+    def _row(self, arm: Arm, point: LoadPoint, server: ArmServer, requests: Requests) -> Row:
+        warm_up = requests.closed(LoadPoint(min(point.concurrency or WARM_UP_STREAMS, WARM_UP_STREAMS)), 1)
         warm = self.clients.run(server.address, warm_up, STREAM_TIMEOUT_S)
         if point.percent:
             streams = requests.poisson(self.rate(point), self.seconds, f"{self.workload.name} {point.name}")
@@ -123,7 +123,9 @@ class Measurement:
         return row
 
 
-def run(measurement: Measurement, arms: Sequence[Arm], points: Sequence[Point], result: ServingResult) -> list[str]:
+def run(
+    measurement: ServingMeasurement, arms: Sequence[Arm], points: Sequence[LoadPoint], result: ServingResult
+) -> list[str]:
     """Measure the rows that are missing, and draw them; return a line for each arm that failed."""
     failures = []
     for arm in arms:
@@ -196,7 +198,7 @@ def checkpoint(folder: Path, weights: str) -> Path:
     return folder
 
 
-def chosen_arms(workload: Workload, names: Sequence[str], vllm_path: Path | None) -> list[Arm]:
+def chosen_arms(workload: ServingWorkload, names: Sequence[str], vllm_path: Path | None) -> list[Arm]:
     """Return the workload's arms that were asked for; without vLLM's packages not vLLM's.
 
     Raises:
@@ -213,7 +215,7 @@ def chosen_arms(workload: Workload, names: Sequence[str], vllm_path: Path | None
     return [arm for arm in arms if arm.engine != "vllm"]
 
 
-def chosen_points(workload: Workload, options: argparse.Namespace) -> list[Point]:
+def chosen_points(workload: ServingWorkload, options: argparse.Namespace) -> list[LoadPoint]:
     """Return the workload's points that were asked for."""
     return [
         point
@@ -224,7 +226,7 @@ def chosen_points(workload: Workload, options: argparse.Namespace) -> list[Point
 
 
 def measure_workload(
-    workload: Workload, options: argparse.Namespace, facts: dict[str, Any], clients: Clients
+    workload: ServingWorkload, options: argparse.Namespace, facts: dict[str, Any], clients: Clients
 ) -> list[str]:
     """Measure one workload and print its table; return a line for each failure.
 
@@ -248,7 +250,7 @@ def measure_workload(
         options.vllm_path.resolve() if options.vllm_path else None,
         options.logs,
     )
-    measurement = Measurement(workload, launch, clients, options.requests, options.seconds, best)
+    measurement = ServingMeasurement(workload, launch, clients, options.requests, options.seconds, best)
     failures = run(measurement, chosen_arms(workload, options.arms, options.vllm_path), points, result)
     print(f"{workload.name}: {result.file}\n\n{to_markdown(result.content)}", flush=True)
     return failures

@@ -20,9 +20,9 @@ from typing import Any, Literal
 from benchmarks.arms import ARMS
 from benchmarks.environment import ROOT
 from benchmarks.gpu import serving_bars as bars
-from benchmarks.gpu.check import is_ancestor
+from benchmarks.gpu.check import CannotJudgeError, is_ancestor
 from benchmarks.gpu.serving_result import FORMAT, Row
-from benchmarks.workloads import NONE_ODD, ODD, VLLM_ARMS, WORKLOADS, Workload
+from benchmarks.workloads import NONE_ODD, ODD, VLLM_ARMS, WORKLOADS, ServingWorkload
 from foretoken.bench.bottleneck import CLIENT_LIMIT
 
 RESULTS = ROOT / "benchmarks" / "gpu" / "results"
@@ -33,12 +33,8 @@ CHOOSING_ARMS = (*AUTO_ARMS, "ngram")
 SAME_RATE = 0.01
 
 
-class RefusedError(Exception):
-    """A result cannot be judged."""
-
-
 @dataclass(frozen=True, slots=True)
-class Bar:
+class JudgedFigure:
     """One bar, its number, and whether it counts: ``gives_way`` says why it does not."""
 
     name: str
@@ -92,9 +88,9 @@ class Rows:
         return max(rows, key=lambda row: float(row["tokens_per_s"])) if len(rows) == len(found) else None
 
 
-def judge(rows: Rows, gpu: str) -> list[Bar]:
+def judge(rows: Rows, gpu: str) -> list[JudgedFigure]:
     """Return all bars of a run on ``gpu`` ("H200" or "H100") whose rows are there."""
-    found: list[Bar] = []
+    found: list[JudgedFigure] = []
     for concurrency in bars.CONCURRENCIES[gpu]:
         found += _core_bars(rows, gpu, concurrency)
     if gpu == "H100":
@@ -110,11 +106,11 @@ def judge(rows: Rows, gpu: str) -> list[Bar]:
         row = rows.find("prefill", "plain", point.name)
         if row is not None:
             name = f"prefill, 1,000-token prompts at {point.name}: tokens/s"
-            found.append(Bar(name, row["prompt_tokens_per_s"], "at least", bars.PREFILL_TOKENS_PER_S))
+            found.append(JudgedFigure(name, row["prompt_tokens_per_s"], "at least", bars.PREFILL_TOKENS_PER_S))
     return found + _beside_odd(rows) + _starts(rows)
 
 
-def _core_bars(rows: Rows, gpu: str, concurrency: int) -> list[Bar]:
+def _core_bars(rows: Rows, gpu: str, concurrency: int) -> list[JudgedFigure]:
     core, point = WORKLOADS["core"], str(concurrency)
     found = []
     vllm = rows.fastest("core", VLLM_ARMS, point)
@@ -123,23 +119,23 @@ def _core_bars(rows: Rows, gpu: str, concurrency: int) -> list[Bar]:
         found += _absolute(rows, vllm, concurrency)
     if auto is not None and vllm is not None:
         ratio = auto["tokens_per_s"] / vllm["tokens_per_s"]
-        found.append(Bar(f"core, auto / vLLM's best at {point}", ratio, "at least", bars.OVER_VLLM[gpu]))
+        found.append(JudgedFigure(f"core, auto / vLLM's best at {point}", ratio, "at least", bars.OVER_VLLM[gpu]))
         if concurrency <= bars.MOST_STREAMS:
             for key, what in (("ttft_p50_ms", "p50"), ("ttft_p99_ms", "p99")):
                 ratio = auto[key] / vllm[key]
                 name = f"core, TTFT {what} of auto / that of {vllm['arm']} at {point}"
-                found.append(Bar(name, ratio, "at most", bars.TTFT_OVER_VLLM))
+                found.append(JudgedFigure(name, ratio, "at most", bars.TTFT_OVER_VLLM))
     found += _over_plain(rows, core, point)
     fixed = rows.fastest("core", [arm for arm in core.arms if ARMS[arm].is_fixed], point)
     for arm in AUTO_ARMS:
         row = rows.find("core", arm, point)
         if row is not None and fixed is not None:
             ratio = row["tokens_per_s"] / fixed["tokens_per_s"]
-            found.append(Bar(f"core, {arm} / {fixed['arm']} at {point}", ratio, "at least", bars.OVER_FIXED))
+            found.append(JudgedFigure(f"core, {arm} / {fixed['arm']} at {point}", ratio, "at least", bars.OVER_FIXED))
     return found + _gaps(rows, core, point, concurrency)
 
 
-def _absolute(rows: Rows, vllm: Row | None, concurrency: int) -> list[Bar]:
+def _absolute(rows: Rows, vllm: Row | None, concurrency: int) -> list[JudgedFigure]:
     found = []
     for arm, rates in bars.RATES.items():
         row = rows.find("core", arm, str(concurrency))
@@ -150,22 +146,22 @@ def _absolute(rows: Rows, vllm: Row | None, concurrency: int) -> list[Bar]:
         gives_way = f"a slow card, vLLM made {vllm['tokens_per_s']:.0f} of {once:g}" if vllm and is_slow else ""
         rate = rates[concurrency]
         name = f"core, {arm} at {concurrency}: tok/s"
-        found.append(Bar(name, row["tokens_per_s"], "at least", rate.must, rate.goal, gives_way))
+        found.append(JudgedFigure(name, row["tokens_per_s"], "at least", rate.must, rate.goal, gives_way))
     return found
 
 
-def _over_plain(rows: Rows, workload: Workload, point: str) -> list[Bar]:
+def _over_plain(rows: Rows, workload: ServingWorkload, point: str) -> list[JudgedFigure]:
     plain = rows.find(workload.name, "plain", point)
     found = []
     for arm in CHOOSING_ARMS:
         row = rows.find(workload.name, arm, point) if arm in workload.arms else None
         if row is not None and plain is not None:
             ratio = row["tokens_per_s"] / plain["tokens_per_s"]
-            found.append(Bar(f"{workload.name}, {arm} / plain at {point}", ratio, "at least", bars.OVER_PLAIN))
+            found.append(JudgedFigure(f"{workload.name}, {arm} / plain at {point}", ratio, "at least", bars.OVER_PLAIN))
     return found
 
 
-def _gaps(rows: Rows, workload: Workload, point: str, concurrency: int) -> list[Bar]:
+def _gaps(rows: Rows, workload: ServingWorkload, point: str, concurrency: int) -> list[JudgedFigure]:
     found = []
     for arm in ("plain", *CHOOSING_ARMS):
         row = rows.find(workload.name, arm, point) if arm in workload.arms else None
@@ -174,14 +170,14 @@ def _gaps(rows: Rows, workload: Workload, point: str, concurrency: int) -> list[
         if concurrency <= bars.MOST_STREAMS:
             most = bars.PREFILL_STEP_MS + bars.GAP_SLACK_MS
             name = f"{workload.name}, gap p99 of {arm} at {point}: ms"
-            found.append(Bar(name, row["gap_p99_ms"], "at most", most))
+            found.append(JudgedFigure(name, row["gap_p99_ms"], "at most", most))
         longest = max(row["gap_max_ms"], row["warm_up_gap_max_ms"])
         name = f"{workload.name}, longest gap of {arm} at {point}: ms"
-        found.append(Bar(name, longest, "at most", bars.LONGEST_GAP_MS))
+        found.append(JudgedFigure(name, longest, "at most", bars.LONGEST_GAP_MS))
     return found
 
 
-def _beside_odd(rows: Rows) -> list[Bar]:
+def _beside_odd(rows: Rows) -> list[JudgedFigure]:
     found = []
     (arm,) = WORKLOADS["odd"].arms
     points = {point.case: point.name for point in WORKLOADS["odd"].points}
@@ -191,21 +187,25 @@ def _beside_odd(rows: Rows) -> list[Bar]:
         if case == NONE_ODD or row is None or base is None:
             continue
         ratio = row["gap_p50_ms"] / base["gap_p50_ms"]
-        found.append(Bar(f"odd, step of the others / without, {points[case]}", ratio, "at most", bars.BESIDE_ODD))
+        found.append(
+            JudgedFigure(f"odd, step of the others / without, {points[case]}", ratio, "at most", bars.BESIDE_ODD)
+        )
     return found
 
 
-def _starts(rows: Rows) -> list[Bar]:
+def _starts(rows: Rows) -> list[JudgedFigure]:
     """Return the bars for starts, for each of foretoken's arms the slowest one."""
     found = []
     ours = [row for row in rows.all() if ARMS[row["arm"]].engine == "foretoken"]
     for arm in dict.fromkeys(row["arm"] for row in ours):
         each = [row for row in ours if row["arm"] == arm]
-        found.append(Bar(f"{arm}: seconds to ready", max(row["ready_s"] for row in each), "at most", bars.READY_S))
+        found.append(
+            JudgedFigure(f"{arm}: seconds to ready", max(row["ready_s"] for row in each), "at most", bars.READY_S)
+        )
         if ARMS[arm].num_drafters:
             waits = [float("inf") if row["attached_s"] is None else row["attached_s"] - row["ready_s"] for row in each]
             name = f"{arm}: seconds from ready to drafters attached"
-            found.append(Bar(name, max(waits), "at most", bars.ATTACH_S))
+            found.append(JudgedFigure(name, max(waits), "at most", bars.ATTACH_S))
     return found
 
 
@@ -241,28 +241,28 @@ def load(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the results of a folder by workload.
 
     Raises:
-        RefusedError: there is none, or a file holds something else.
+        CannotJudgeError: there is none, or a file holds something else.
     """
     found = {}
     for file in sorted(folder.glob("serving-*.json")):
         try:
             result = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise RefusedError(f"{file}: {error}") from error
+            raise CannotJudgeError(f"{file}: {error}") from error
         if result.get("format") != FORMAT or result.get("workload") not in WORKLOADS:
-            raise RefusedError(f"{file} is no result of benchmarks.gpu.serving")
+            raise CannotJudgeError(f"{file} is no result of benchmarks.gpu.serving")
         found[result["workload"]] = result
     if not found:
-        raise RefusedError(f"{folder} has no result")
+        raise CannotJudgeError(f"{folder} has no result")
     return found
 
 
 def gpu_of(results: dict[str, dict[str, Any]]) -> str:
-    """Return the kind of GPU that has bars. Raises RefusedError for any other."""
+    """Return the kind of GPU that has bars. Raises CannotJudgeError for any other."""
     names = {row["gpu"] for result in results.values() for row in result["rows"]}
     kinds = {kind for kind in bars.CONCURRENCIES for name in names if kind in name}
     if len(kinds) != 1:
-        raise RefusedError(f"bars are for one of {', '.join(bars.CONCURRENCIES)}, not {', '.join(sorted(names))}")
+        raise CannotJudgeError(f"bars are for one of {', '.join(bars.CONCURRENCIES)}, not {', '.join(sorted(names))}")
     return kinds.pop()
 
 
@@ -281,7 +281,7 @@ def check(folder: Path, is_known: Callable[[str], bool] = is_ancestor) -> tuple[
     """Return a table of all bars, a line for each missed one, and a line for each error.
 
     Raises:
-        RefusedError: the folder holds no results that have bars.
+        CannotJudgeError: the folder holds no results that have bars.
     """
     results = load(folder)
     gpu, rows = gpu_of(results), Rows(results)
@@ -313,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(table)
             missed += more_missed
             errors += more_errors
-    except (RefusedError, OSError) as error:
+    except (CannotJudgeError, OSError) as error:
         errors.append(str(error))
     for line in missed:
         print(f"FAIL: {line}")

@@ -26,7 +26,7 @@ from benchmarks.command import finish, progress
 from benchmarks.drafters import mean_tokens, per_position, step_ms
 from benchmarks.figures import TooShortError, median
 from benchmarks.gpu.provenance import run_facts
-from benchmarks.measure import Bench, Pair, UnexpectedAnswerError, Workload, rate_of
+from benchmarks.measure import Bench, Pair, PairWorkload, UnexpectedAnswerError, rate_of
 from benchmarks.prompts import code_prompts, num_files
 from benchmarks.stack import StackError, describe, running_stack
 from foretoken.bench.client import complete
@@ -48,7 +48,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     flags = ["--drafter", EAGLE3.format(head=head)]
     flags += ["--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(topk)]
     flags += ["--speculative-num-draft-tokens", str(tokens), *shlex.split(options.serve_flags)]
-    code = Workload(
+    code = PairWorkload(
         "held-out code",
         code_prompts(tokenizer, options.prompts),
         options.tokens,

@@ -11,7 +11,7 @@ Arrivals = Sequence[tuple[float, int]]
 
 
 @dataclass(slots=True)
-class StepTimes:
+class MeasuredSteps:
     """Steps of a full batch.
 
     Attributes:
@@ -31,14 +31,14 @@ class StepTimes:
         """The mean over all sequences; 0 without steps."""
         return self.num_tokens / self.num_intervals if self.num_intervals else 0.0
 
-    def extend(self, other: StepTimes) -> None:
+    def extend(self, other: MeasuredSteps) -> None:
         self.seconds += other.seconds
         self.num_dropped += other.num_dropped
         self.num_tokens += other.num_tokens
         self.num_intervals += other.num_intervals
 
 
-def step_times(sequences: Sequence[Arrivals], accept_length: float) -> StepTimes:
+def step_times(sequences: Sequence[Arrivals], accept_length: float) -> MeasuredSteps:
     """Return the steps of one batch, from the arrivals of its first sequence.
 
     The sequences advance together. Only intervals after the last sequence's first token and before
@@ -54,7 +54,7 @@ def step_times(sequences: Sequence[Arrivals], accept_length: float) -> StepTimes
     sequences = [_distinct(arrivals) for arrivals in sequences]
     start = max(arrivals[0][0] for arrivals in sequences)
     end = min(arrivals[-1][0] for arrivals in sequences)
-    found = StepTimes()
+    found = MeasuredSteps()
     first_at = last_at = None
     for (before, had), (at, has) in zip(sequences[0], sequences[0][1:], strict=False):
         if before < start or at >= end:

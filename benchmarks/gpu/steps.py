@@ -33,12 +33,12 @@ from benchmarks.arms import EAGLE3
 from benchmarks.command import finish, progress
 from benchmarks.figures import median
 from benchmarks.gpu import bars
-from benchmarks.gpu.bars import Key, Setting, required_rows
+from benchmarks.gpu.bars import DecodingFlags, Key, required_rows
 from benchmarks.gpu.figure import draw
 from benchmarks.gpu.floor import StepBytes, step_bytes
 from benchmarks.gpu.provenance import run_facts
-from benchmarks.gpu.step_times import Arrivals, StepTimes, step_times
-from benchmarks.gpu.verifier_client import VerifierClient
+from benchmarks.gpu.step_times import Arrivals, MeasuredSteps, step_times
+from benchmarks.gpu.verifier_client import SessionClient
 from benchmarks.stack import StackError, describe, running_stack, service
 from foretoken.bench.client import Address, complete
 from foretoken.bench.completion import StreamError
@@ -54,7 +54,7 @@ Decode = Callable[[Sequence[Sequence[int]]], list[Arrivals]]
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class StepsWorkload:
     """What every row decodes. Prompts are random ids below ``vocab_size``."""
 
     vocab_size: int
@@ -80,7 +80,7 @@ class Server:
 
 
 def measure(
-    model: Path, head: Path, keys: Sequence[Key], workload: Workload, threads: int, extra: Sequence[str]
+    model: Path, head: Path, keys: Sequence[Key], workload: StepsWorkload, threads: int, extra: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows. Each stack starts once, with ``extra`` flags of ``foretoken serve``.
 
@@ -100,7 +100,7 @@ def measure(
                     yield _row(key, setting, server, workload, sizes)
 
 
-def serve_flags(setting: Setting, head: Path, *, in_process: bool, batch: int) -> list[str]:
+def serve_flags(setting: DecodingFlags, head: Path, *, in_process: bool, batch: int) -> list[str]:
     """Return the flags of ``foretoken serve`` for one setting."""
     flags = ["--max-running-requests", str(batch), "--disable-radix-cache"]
     if setting.is_plain:
@@ -129,7 +129,7 @@ def served(what: str, model: Path, threads: int, flags: Sequence[str], *, num_dr
 
 def enough_steps(
     name: str, decode: Callable[[str], list[Arrivals]], accept_length: float, min_steps: int
-) -> tuple[StepTimes, int]:
+) -> tuple[MeasuredSteps, int]:
     """Decode batches until there are ``min_steps`` steps; return them and the number of batches.
 
     Args:
@@ -139,7 +139,7 @@ def enough_steps(
     Raises:
         StackError: the batches have hardly any steps.
     """
-    times = StepTimes()
+    times = MeasuredSteps()
     for number in range(MOST_ROUNDS):
         times.extend(step_times(decode(f"{number} {name}"), accept_length))
         if len(times.seconds) >= min_steps:
@@ -147,9 +147,9 @@ def enough_steps(
     raise StackError(f"{name}: only {len(times.seconds)} steps in {MOST_ROUNDS} batches")
 
 
-def _row(key: Key, setting: Setting, server: Server, workload: Workload, sizes: StepBytes) -> dict[str, Any]:
+def _row(key: Key, setting: DecodingFlags, server: Server, workload: StepsWorkload, sizes: StepBytes) -> dict[str, Any]:
     """Warm up, decode batches until there are enough steps, and return the figures."""
-    with VerifierClient(server.verifier) as client:
+    with SessionClient(server.verifier) as client:
 
         def at_verifier(prompts: Sequence[Sequence[int]]) -> list[Arrivals]:
             return list(client.run(prompts, workload.output_tokens, temperature=workload.temperature))
@@ -202,7 +202,7 @@ def _row(key: Key, setting: Setting, server: Server, workload: Workload, sizes: 
     return row
 
 
-def _through_gateway(server: Server, prompts: Sequence[Sequence[int]], workload: Workload) -> list[Arrivals]:
+def _through_gateway(server: Server, prompts: Sequence[Sequence[int]], workload: StepsWorkload) -> list[Arrivals]:
     bodies = [
         {
             "model": server.name,
@@ -238,7 +238,7 @@ def run(options: argparse.Namespace, dtype: str) -> Iterator[dict[str, Any]]:
     if not keys:
         raise StackError("no row has these settings, batches and paths together")
     config = json.loads((options.model / "config.json").read_text())
-    workload = Workload(
+    workload = StepsWorkload(
         config["vocab_size"], options.prompt_tokens, options.output_tokens, options.min_steps, options.temperature
     )
     rows: list[dict[str, Any]] = []

@@ -24,7 +24,7 @@ class TraceError(Exception):
     """The recording has no steady steps."""
 
 
-class Span(NamedTuple):
+class DeviceSpan(NamedTuple):
     """One kernel, copy or fill. Times are microseconds of the trace's clock."""
 
     name: str
@@ -71,17 +71,17 @@ class Timeline:
         return 1 - median(self.busy_us) / step_us
 
 
-def spans_of(trace: dict[str, Any]) -> list[Span]:
+def spans_of(trace: dict[str, Any]) -> list[DeviceSpan]:
     """Return the GPU's work in a Chrome trace, sorted by start."""
     found = [
-        Span(event["name"], float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        DeviceSpan(event["name"], float(event["ts"]), float(event["ts"]) + float(event["dur"]))
         for event in trace["traceEvents"]
         if event.get("ph") == "X" and event.get("cat") in CATEGORIES
     ]
     return sorted(found, key=lambda span: span.start_us)
 
 
-def timeline_of(spans: Sequence[Span], edge_steps: int = EDGE_STEPS) -> Timeline:
+def timeline_of(spans: Sequence[DeviceSpan], edge_steps: int = EDGE_STEPS) -> Timeline:
     """Return the whole steps in ``spans``, without ``edge_steps`` at either end.
 
     ``spans`` are sorted by start.
@@ -100,10 +100,10 @@ def timeline_of(spans: Sequence[Span], edge_steps: int = EDGE_STEPS) -> Timeline
     return _summary(borders, inside, busy)
 
 
-def _inside(spans: Iterable[Span], first_us: float, last_us: float) -> list[Span]:
+def _inside(spans: Iterable[DeviceSpan], first_us: float, last_us: float) -> list[DeviceSpan]:
     """Return the spans cut to a window."""
     return [
-        Span(span.name, max(span.start_us, first_us), min(span.end_us, last_us))
+        DeviceSpan(span.name, max(span.start_us, first_us), min(span.end_us, last_us))
         for span in spans
         if span.start_us < last_us and span.end_us > first_us
     ]
@@ -118,7 +118,7 @@ class _Busy(NamedTuple):
     last: str
 
 
-def _busy(spans: Iterable[Span]) -> list[_Busy]:
+def _busy(spans: Iterable[DeviceSpan]) -> list[_Busy]:
     """Merge ``spans``, sorted by start, into times without a gap."""
     found: list[_Busy] = []
     for span in spans:
@@ -129,7 +129,7 @@ def _busy(spans: Iterable[Span]) -> list[_Busy]:
     return found
 
 
-def _summary(borders: Sequence[float], spans: Sequence[Span], busy: Sequence[_Busy]) -> Timeline:
+def _summary(borders: Sequence[float], spans: Sequence[DeviceSpan], busy: Sequence[_Busy]) -> Timeline:
     num_steps = len(borders) - 1
     small: list[float] = []
     gaps: dict[str, list[float]] = defaultdict(list)

@@ -19,14 +19,14 @@ TIMEOUT_S = 600.0
 POLL_S = 1.0
 
 
-class VerifierClient:
+class SessionClient:
     """One connection to the verifier at ``address``. Not for two threads at once."""
 
     def __init__(self, address: str) -> None:
         self._channel = rpc.sync_channel(address)
         self._stub: Any = verifier_pb2_grpc.VerifierServiceStub(self._channel)
 
-    def __enter__(self) -> VerifierClient:
+    def __enter__(self) -> SessionClient:
         return self
 
     def __exit__(

@@ -46,7 +46,7 @@ from benchmarks.gpu.checkpoint import (
     DRAFT_VOCAB_SIZE,
     SHAPES,
     TOKENIZER_FILES,
-    Shape,
+    ModelSizes,
     best_device,
     head_specs,
     random_matrix,
@@ -244,7 +244,7 @@ def place_layers(
 
 
 def widen(
-    small: Path, small_head: Path, output: Path, shape: Shape, *, draft_vocab_size: int = DRAFT_VOCAB_SIZE
+    small: Path, small_head: Path, output: Path, shape: ModelSizes, *, draft_vocab_size: int = DRAFT_VOCAB_SIZE
 ) -> None:
     """Write ``output``/target and ``output``/eagle3.
 
@@ -259,7 +259,7 @@ def widen(
     widen_head(small_head, small, output / "eagle3", shape, features, draft_vocab_size=draft_vocab_size)
 
 
-def widen_target(small: Path, output: Path, shape: Shape, places: Sequence[int]) -> None:
+def widen_target(small: Path, output: Path, shape: ModelSizes, places: Sequence[int]) -> None:
     """Widen the target in the folder ``small``. Its layer i becomes layer ``places[i]``."""
     raw, config = read_config_file(small), load_config(small)
     _check(config)
@@ -282,7 +282,7 @@ def widen_head(
     small: Path,
     small_target: Path,
     output: Path,
-    shape: Shape,
+    shape: ModelSizes,
     features: Sequence[int],
     *,
     draft_vocab_size: int = DRAFT_VOCAB_SIZE,
@@ -420,11 +420,11 @@ def _sizes(config: ModelConfig) -> LayerSizes:
     )
 
 
-def _wide_sizes(shape: Shape, middle: int) -> LayerSizes:
+def _wide_sizes(shape: ModelSizes, middle: int) -> LayerSizes:
     return LayerSizes(shape.hidden_size, middle, shape.num_heads, shape.num_kv_heads, shape.head_dim)
 
 
-def _changed_fields(config: ModelConfig, shape: Shape, widening: Widening) -> dict[str, Any]:
+def _changed_fields(config: ModelConfig, shape: ModelSizes, widening: Widening) -> dict[str, Any]:
     """Return the changed fields of config.json that target and head share."""
     return {
         "vocab_size": shape.vocab_size,

@@ -35,7 +35,7 @@ BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class WidenedComparison:
     """The differences over all prompts and the small model's greedy tokens after them.
 
     Attributes:
@@ -68,7 +68,9 @@ class Comparison:
         return found
 
 
-def compare(small: Path, small_head: Path, wide: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> Comparison:
+def compare(
+    small: Path, small_head: Path, wide: Path, prompts: Sequence[Sequence[int]], num_tokens: int
+) -> WidenedComparison:
     """Compare the small target and its head with ``wide``/target and ``wide``/eagle3.
 
     The small model adds ``num_tokens`` greedy tokens to each prompt; then both models compute the
@@ -97,7 +99,7 @@ def compare(small: Path, small_head: Path, wide: Path, prompts: Sequence[Sequenc
         wide_drafts = _draft_logits(heads[1], text, wide_states)
         draft_errors.append(_relative_error(wide_drafts[:, :vocab_size], drafts))
         other_drafts += _num_different(wide_drafts, drafts)
-    return Comparison(
+    return WidenedComparison(
         num_positions=sum(map(len, texts)),
         logit_error=max(logit_errors),
         num_other_tokens=others,

@@ -65,7 +65,7 @@ MIX = Mix(
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class VerifierReading:
     """A verifier's counters, the time and the CPU seconds when they were read, and its sequences then."""
 
     read_s: float
@@ -77,7 +77,7 @@ class Figures:
     num_sequences: int
 
     @classmethod
-    def of(cls, info: verifier_pb2.GetInfoResponse, process: psutil.Process) -> Figures:
+    def of(cls, info: verifier_pb2.GetInfoResponse, process: psutil.Process) -> VerifierReading:
         return cls(
             time.monotonic(),
             sum(cpu_seconds(process).values()),
@@ -88,14 +88,14 @@ class Figures:
             info.num_running + info.num_waiting,
         )
 
-    def __sub__(self, other: Figures) -> Figures:
-        return Figures(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+    def __sub__(self, other: VerifierReading) -> VerifierReading:
+        return VerifierReading(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
 
 
-class Sample(NamedTuple):
+class BusySample(NamedTuple):
     """Each verifier's differences of counters, and whether all had sequences at begin and end."""
 
-    figures: list[Figures]
+    figures: list[VerifierReading]
     are_busy: bool
 
 
@@ -107,13 +107,13 @@ class Deployment:
     addresses: tuple[str, ...]
     processes: tuple[psutil.Process, ...]
 
-    async def figures(self) -> list[Figures]:
+    async def figures(self) -> list[VerifierReading]:
         """Return each verifier's counters."""
 
-        async def fetch(address: str, process: psutil.Process) -> Figures:
+        async def fetch(address: str, process: psutil.Process) -> VerifierReading:
             async with grpc.aio.insecure_channel(address) as channel:
                 stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-                return Figures.of(await stub.GetInfo(verifier_pb2.GetInfoRequest()), process)
+                return VerifierReading.of(await stub.GetInfo(verifier_pb2.GetInfoRequest()), process)
 
         return list(await asyncio.gather(*map(fetch, self.addresses, self.processes)))
 
@@ -177,9 +177,9 @@ def _all_up(url: str, count: int) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def watched(servers: Deployment) -> AsyncIterator[list[Sample]]:
+async def watched(servers: Deployment) -> AsyncIterator[list[BusySample]]:
     """Yield a list that gets a sample every ``POLL_S`` during the block."""
-    samples: list[Sample] = []
+    samples: list[BusySample] = []
 
     async def poll() -> None:
         last = await servers.figures()
@@ -187,7 +187,7 @@ async def watched(servers: Deployment) -> AsyncIterator[list[Sample]]:
             await asyncio.sleep(POLL_S)
             now = await servers.figures()
             are_busy = all(figures.num_sequences for figures in (*last, *now))
-            samples.append(Sample([new - old for new, old in zip(now, last, strict=True)], are_busy))
+            samples.append(BusySample([new - old for new, old in zip(now, last, strict=True)], are_busy))
             last = now
 
     polling = asyncio.create_task(poll())
@@ -207,7 +207,7 @@ async def learn_costs(servers: Deployment, requests: Sequence[Request]) -> Costs
     return fitted([figures for sample in samples for figures in sample.figures])
 
 
-def fitted(samples: Sequence[Figures]) -> Costs:
+def fitted(samples: Sequence[VerifierReading]) -> Costs:
     """Return the costs that explain best the CPU time of the samples' work, by least squares."""
     seconds = np.array([figures.cpu_s for figures in samples])
     step_s, row_s, token_s = _nonnegative(_work(samples), seconds)
@@ -224,7 +224,7 @@ def fitted(samples: Sequence[Figures]) -> Costs:
     return scaled(found, slowness(found, samples))
 
 
-def slowness(costs: Costs, samples: Sequence[Figures]) -> float:
+def slowness(costs: Costs, samples: Sequence[VerifierReading]) -> float:
     """Return the samples' CPU time over what their work takes at these costs."""
     expected_s = float((_work(samples) @ [costs.step_s, costs.row_s, costs.token_s]).sum())
     return sum(figures.cpu_s for figures in samples) / expected_s
@@ -235,12 +235,12 @@ def scaled(costs: Costs, times: float) -> Costs:
     return replace(costs, step_s=times * costs.step_s, row_s=times * costs.row_s, token_s=times * costs.token_s)
 
 
-def _work(samples: Sequence[Figures]) -> npt.NDArray[np.float64]:
+def _work(samples: Sequence[VerifierReading]) -> npt.NDArray[np.float64]:
     """Return steps, rows and computed prompt tokens: an array of shape (samples, 3)."""
     return np.array([[s.num_steps, s.generated, s.looked_up - s.hits] for s in samples], float)
 
 
-def cores_used(samples: Sequence[Sample]) -> float:
+def cores_used(samples: Sequence[BusySample]) -> float:
     """Return how many cores the verifiers had together while all had sequences. Raises SystemExit if they never had."""
     busy = [sample.figures for sample in samples if sample.are_busy]
     if not busy:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.routing.modelled_verifier import Costs, ModelledVerifier, Sequence, SharedCores
+from benchmarks.routing.modelled_verifier import Costs, ModelledRequest, ModelledVerifier, SharedCores
 from benchmarks.routing.trace import VOCAB_SIZE, Request, token_ids
 from gateway.routing.defaults import DEFAULT_LOAD_BOUND
 from gateway.routing.fleet import Fleet
@@ -39,7 +39,7 @@ class Death:
 class Run:
     """What happened: the requests in the order of their ends, and what decided where they ran."""
 
-    finished: list[Sequence] = field(default_factory=list)
+    finished: list[ModelledRequest] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
     ends_s: float = 0.0
 
@@ -110,7 +110,7 @@ class ModelledFleet:
         self._agenda: list[tuple[float, int]] = []
         self._is_dead = [False] * len(addresses)
         # What waits until a death is noticed, and where.
-        self._lost: list[tuple[int, Sequence]] = []
+        self._lost: list[tuple[int, ModelledRequest]] = []
         self._run = Run()
 
     def replay(self, requests: Iterable[Request], death: Death | None = None, seed: int = 1) -> Run:
@@ -124,7 +124,7 @@ class ModelledFleet:
                 self._happen(*happenings.pop(0), death)
             self._advance(request.at_s)
             gateway = int(random.integers(len(self._gateways)))
-            self._place(Sequence(request, gateway), request.at_s)
+            self._place(ModelledRequest(request, gateway), request.at_s)
         for at_s, happen in happenings:
             self._happen(at_s, happen, death)
         self._advance(math.inf)
@@ -172,7 +172,7 @@ class ModelledFleet:
         if (next_s := self.verifiers[number].next_s) < math.inf:
             heapq.heappush(self._agenda, (next_s, number))
 
-    def _place(self, sequence: Sequence, now: float) -> None:
+    def _place(self, sequence: ModelledRequest, now: float) -> None:
         gateway = self._gateways[sequence.gateway]
         tokens = [] if self._by_load else token_ids(sequence.request, self._block_tokens, self._vocab_size)
         decision = gateway.router.route(prefix_keys(tokens, None), model=MODEL)

@@ -39,7 +39,7 @@ class Costs:
 
 
 @dataclass(eq=False, slots=True)
-class Sequence:
+class ModelledRequest:
     """One request on its way; ``num_done`` output tokens survive the death of its verifier."""
 
     request: Request
@@ -73,14 +73,14 @@ class Counts:
 
 
 @dataclass
-class _Plan:
+class _EqualSteps:
     """Equal steps that have begun: nothing changes before the last of them ends."""
 
     begins_s: float
     step_s: float
     num_steps: int
     # Prompt tokens by sequence that the one step computes.
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    chunks: list[tuple[ModelledRequest, int]] = field(default_factory=list)
 
     @property
     def ends_s(self) -> float:
@@ -113,12 +113,12 @@ class ModelledVerifier:
         self.counts = Counts()
         self._costs = costs
         self._block_tokens = block_tokens
-        self._waiting: deque[Sequence] = deque()
-        self._prefilling: deque[Sequence] = deque()
-        self._decoding: list[Sequence] = []
+        self._waiting: deque[ModelledRequest] = deque()
+        self._prefilling: deque[ModelledRequest] = deque()
+        self._decoding: list[ModelledRequest] = []
         self._cache = ModelledCache(costs.cache_tokens // block_tokens)
         self._cores = cores or SharedCores()
-        self._plan: _Plan | None = None
+        self._plan: _EqualSteps | None = None
         self._changed_s = 0.0
 
     @property
@@ -135,7 +135,7 @@ class ModelledVerifier:
         """When something changes next; infinity if nothing does."""
         return math.inf if self._plan is None else self._plan.ends_s
 
-    def submit(self, sequence: Sequence, now: float) -> None:
+    def submit(self, sequence: ModelledRequest, now: float) -> None:
         """Take a sequence; it joins at the end of the step that runs."""
         self._count_load(now)
         self._waiting.append(sequence)
@@ -147,7 +147,7 @@ class ModelledVerifier:
             # Steps that were counted together are cut after the one that runs now.
             plan.num_steps = min(plan.num_steps, max(math.ceil((now - plan.begins_s) / plan.step_s), 1))
 
-    def advance(self, now: float) -> list[Sequence]:
+    def advance(self, now: float) -> list[ModelledRequest]:
         """End the planned steps, begin the next ones, and return the sequences that finished."""
         plan = self._plan
         assert plan is not None
@@ -173,7 +173,7 @@ class ModelledVerifier:
         self._begin(now)
         return finished
 
-    def die(self, now: float) -> list[Sequence]:
+    def die(self, now: float) -> list[ModelledRequest]:
         """Lose everything; return the sequences that were here."""
         self._count_load(now)
         lost = [*self._waiting, *self._prefilling, *self._decoding]
@@ -219,7 +219,7 @@ class ModelledVerifier:
             return
         step_s = decode_s + slowness * costs.token_s * sum(num_tokens for _, num_tokens in chunks)
         num_steps = 1 if chunks else min(sequence.num_left for sequence in self._decoding)
-        self._plan = _Plan(now, step_s, num_steps, chunks)
+        self._plan = _EqualSteps(now, step_s, num_steps, chunks)
 
     def _prompt_tokens(self, decode_s: float) -> int:
         """Return the most prompt tokens of a step, as ``verifier_svc/scheduling/prefill_budget.py``."""
@@ -230,7 +230,7 @@ class ModelledVerifier:
         token_s = self._cores.slowness * costs.token_s
         return min(max(int(room_s / token_s), costs.chunk_tokens // 16, 16), costs.chunk_tokens)
 
-    def _admit(self, sequence: Sequence, now: float) -> bool:
+    def _admit(self, sequence: ModelledRequest, now: float) -> bool:
         """Start a sequence if its blocks fit; look up its prefix."""
         request = sequence.request
         num_found = self._cache.start(self._prompt_blocks(request), self._num_private(request))
@@ -246,7 +246,7 @@ class ModelledVerifier:
         self.counts.num_requests += 1
         return True
 
-    def _prefilled(self, sequence: Sequence, now: float, finished: list[Sequence]) -> None:
+    def _prefilled(self, sequence: ModelledRequest, now: float, finished: list[ModelledRequest]) -> None:
         """Count the token that a prompt's last step sampled."""
         if math.isnan(sequence.first_token_s):
             sequence.first_token_s = now - sequence.request.at_s
@@ -259,13 +259,13 @@ class ModelledVerifier:
         else:
             self._decoding.append(sequence)
 
-    def _make_findable(self, sequence: Sequence) -> None:
+    def _make_findable(self, sequence: ModelledRequest) -> None:
         """Let the blocks of a prompt that are computed be found."""
         request = sequence.request
         num_computed = min(request.input_length + sequence.num_done - sequence.num_uncomputed, request.input_length)
         self._cache.compute(request.hash_ids[: num_computed // self._block_tokens])
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: ModelledRequest) -> None:
         """Free a finished sequence's blocks."""
         request = sequence.request
         num_outputs = request.output_length // self._block_tokens

@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.routing import trace
 from benchmarks.routing.modelled_fleet import Death, ModelledFleet, Run, made_up_addresses
-from benchmarks.routing.modelled_verifier import Costs, Sequence
+from benchmarks.routing.modelled_verifier import Costs, ModelledRequest
 from benchmarks.routing.trace import Mix, Request
 from gateway.routing.defaults import DEFAULT_LOAD_BOUND
 
@@ -35,7 +35,7 @@ MAX_IMBALANCE = 1.25
 
 
 @dataclass(frozen=True)
-class Report:
+class SimulationReport:
     """Figures of one run. Times are in seconds; ``load`` is a mean over time and
     verifiers, of sequences that run or wait; ``imbalance`` is the most of a verifier over the mean.
     """
@@ -72,14 +72,14 @@ class Report:
         ]
 
 
-def report(fleet: ModelledFleet, run: Run, requests: Items[Request], block_tokens: int) -> Report:
+def report(fleet: ModelledFleet, run: Run, requests: Items[Request], block_tokens: int) -> SimulationReport:
     """Return the figures of a run that has ended."""
     counts = [verifier.counts for verifier in fleet.verifiers]
     load = np.array([count.sequence_s for count in counts])
     num_requests = np.array([count.num_requests for count in counts])
     queued = [sequence.queued_s for sequence in run.finished]
     first = [sequence.first_token_s for sequence in run.finished]
-    return Report(
+    return SimulationReport(
         num_requests=len(run.finished),
         hit_rate=sum(count.hit_tokens for count in counts) / sum(count.prompt_tokens for count in counts),
         infinite_hit_rate=trace.infinite_hit_rate(requests, block_tokens),
@@ -95,7 +95,7 @@ def report(fleet: ModelledFleet, run: Run, requests: Items[Request], block_token
     )
 
 
-def death_lines(finished: Items[Sequence], death: Death) -> list[str]:
+def death_lines(finished: Items[ModelledRequest], death: Death) -> list[str]:
     """Return what a death cost: the streams that paused, and first tokens before and after it."""
     pauses = [sequence.pause_s for sequence in finished if not math.isnan(sequence.pause_s)]
     lines = [f"death of {len(death.numbers)} verifiers at {death.at_s:.0f} s, noticed after {death.noticed_s:g} s"]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from benchmarks.figures import Timing
-from benchmarks.measure import Bench, UnexpectedAnswerError, Workload
+from benchmarks.measure import Bench, PairWorkload, UnexpectedAnswerError
 from benchmarks.prompts import BenchPrompt
 from foretoken.bench.completion import Chunk, StreamedCompletion
 
 PROMPTS = (BenchPrompt((1, 2, 3), "a.py"), BenchPrompt((4, 5, 6), "b.py"), BenchPrompt((7, 8, 9), "c.py"))
-WORKLOAD = Workload("code", PROMPTS, num_tokens=3)
+WORKLOAD = PairWorkload("code", PROMPTS, num_tokens=3)
 
 
 class ScriptedServer:
@@ -168,4 +168,4 @@ def test_a_run_that_is_not_cold_and_plain_is_refused(server: ScriptedServer, mes
 
 def test_an_output_of_another_length_is_refused() -> None:
     with pytest.raises(UnexpectedAnswerError, match="3 tokens, not 4"):
-        Bench(ScriptedServer(), "demo", quiet).warm_up(Workload("code", PROMPTS, num_tokens=4))
+        Bench(ScriptedServer(), "demo", quiet).warm_up(PairWorkload("code", PROMPTS, num_tokens=4))

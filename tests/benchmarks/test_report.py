@@ -12,7 +12,7 @@ import pytest
 from benchmarks import report, run
 from benchmarks.environment import processor_name
 from benchmarks.figures import Timing
-from benchmarks.measure import Pair, ReferencePass, Sample, Workload
+from benchmarks.measure import Pair, PairWorkload, ReferencePass, TimedCompletion
 from benchmarks.prompts import BenchPrompt
 from benchmarks.report import Bar, Figure, mismatch_lines
 from benchmarks.run import Measured, summarize
@@ -20,9 +20,9 @@ from benchmarks.run import Measured, summarize
 PROMPTS = (BenchPrompt((1,) * 250, "json/decoder.py"), BenchPrompt((2,) * 300, "http/client.py"))
 
 
-def sample(index: int, decode_s: float, text: str = "same") -> Sample:
+def sample(index: int, decode_s: float, text: str = "same") -> TimedCompletion:
     """Return a sample of 128 tokens in 0.05 s and ``decode_s``."""
-    return Sample(index, Timing(129, 0.05, decode_s), text, tokens_per_step=1.5, num_draft_tokens=7)
+    return TimedCompletion(index, Timing(129, 0.05, decode_s), text, tokens_per_step=1.5, num_draft_tokens=7)
 
 
 def pair(ratio: float, text: str = "same") -> Pair:
@@ -42,8 +42,8 @@ def reference_pass(transformers: float, added_ms: float) -> ReferencePass:
 
 
 GOOD = Measured(
-    code=Workload("held-out code", PROMPTS, 129),
-    random=Workload("random identifiers", PROMPTS, 129, 1.0),
+    code=PairWorkload("held-out code", PROMPTS, 129),
+    random=PairWorkload("random identifiers", PROMPTS, 129, 1.0),
     code_pairs=[pair(ratio) for ratio in (1.1, 1.4, 1.35, 1.2, 1.5)],
     random_pairs=[pair(ratio) for ratio in (0.9, 0.99, 1.0, 0.98, 1.1)],
     warm_pair=pair(3.0),

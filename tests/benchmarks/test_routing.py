@@ -13,7 +13,7 @@ import pytest
 from benchmarks.routing import measured, simulator, trace
 from benchmarks.routing.modelled_cache import ModelledCache
 from benchmarks.routing.modelled_fleet import Death, ModelledFleet, made_up_addresses
-from benchmarks.routing.modelled_verifier import Costs, ModelledVerifier, Sequence, SharedCores
+from benchmarks.routing.modelled_verifier import Costs, ModelledRequest, ModelledVerifier, SharedCores
 from benchmarks.routing.trace import Mix, Request
 
 MIX = Mix(rate=200, seconds=60)
@@ -25,7 +25,7 @@ def request(length: int, output: int, ids: list[int], at_s: float = 0.0) -> Requ
     return Request(at_s, length, output, tuple(ids))
 
 
-def drive(verifier: ModelledVerifier) -> list[tuple[float, Sequence]]:
+def drive(verifier: ModelledVerifier) -> list[tuple[float, ModelledRequest]]:
     """Run a verifier until it is idle; return what finished and when."""
     ends = []
     while (now := verifier.next_s) < math.inf:
@@ -65,7 +65,7 @@ def test_an_unlimited_cache_finds_all_but_the_last_token() -> None:
 
 def test_a_verifier_by_hand() -> None:
     verifier = ModelledVerifier(COSTS, 10)
-    verifier.submit(Sequence(request(40, 3, [1, 2, 3, 4]), 0), 0.0)
+    verifier.submit(ModelledRequest(request(40, 3, [1, 2, 3, 4]), 0), 0.0)
     ((end, sequence),) = drive(verifier)
     # A step for the prompt, which samples the first token, and two for the others.
     assert sequence.first_token_s == pytest.approx(0.010 + 40 * 0.0001)
@@ -73,7 +73,7 @@ def test_a_verifier_by_hand() -> None:
     # Of the same blocks only the last token runs again, and another request waits beside both rows.
     verifier = ModelledVerifier(COSTS, 10)
     for _ in range(3):
-        verifier.submit(Sequence(request(40, 2, [1, 2, 3, 4]), 0), 0.0)
+        verifier.submit(ModelledRequest(request(40, 2, [1, 2, 3, 4]), 0), 0.0)
     ends = drive(verifier)
     assert [round(sequence.queued_s, 4) for _, sequence in ends] == [0.0, 0.014, 0.0251]
     assert (verifier.counts.prompt_tokens, verifier.counts.hit_tokens) == (120, 78)
@@ -84,7 +84,7 @@ def test_a_full_cache_drops_what_was_used_longest_ago() -> None:
     verifier = ModelledVerifier(Costs(0.01, 0, 0, rows=1, cache_tokens=100, chunk_tokens=100), 10)
     prompts = [range(1, 6), range(11, 16), range(21, 26), range(1, 6), range(21, 26)]
     for number, ids in enumerate(prompts):
-        verifier.submit(Sequence(request(50, 1, list(ids), number), 0), float(number))
+        verifier.submit(ModelledRequest(request(50, 1, list(ids), number), 0), float(number))
         drive(verifier)
     # The first was dropped for the third. Of the third the last block had to go for the fourth.
     assert verifier.counts.hit_tokens == 40
@@ -110,7 +110,7 @@ def test_verifiers_on_one_core_take_twice_as_long() -> None:
     first, second = (ModelledVerifier(COSTS, 10, cores) for _ in range(2))
     ends = {}
     for verifier in (first, second):
-        verifier.submit(Sequence(request(40, 3, [1, 2, 3, 4]), 0), 0.0)
+        verifier.submit(ModelledRequest(request(40, 3, [1, 2, 3, 4]), 0), 0.0)
     while (verifier := min(first, second, key=lambda one: one.next_s)).next_s < math.inf:
         now = verifier.next_s
         if verifier.advance(now):
@@ -120,7 +120,7 @@ def test_verifiers_on_one_core_take_twice_as_long() -> None:
     assert cores.num_busy == 0
 
 
-def run(num_verifiers: int, **more: object) -> simulator.Report:
+def run(num_verifiers: int, **more: object) -> simulator.SimulationReport:
     requests = trace.make(MIX)
     fleet = ModelledFleet(Costs(), made_up_addresses(num_verifiers), MIX.block_tokens, **more)  # type: ignore[arg-type]
     return simulator.report(fleet, fleet.replay(requests), requests, MIX.block_tokens)
@@ -153,7 +153,7 @@ def test_a_death_loses_no_token() -> None:
 
 def test_costs_are_learned_from_counters() -> None:
     samples = [
-        measured.Figures(9.0, 0.01 * steps + 0.002 * rows + 0.0003 * tokens, steps, rows, tokens + 7, 7, 0)
+        measured.VerifierReading(9.0, 0.01 * steps + 0.002 * rows + 0.0003 * tokens, steps, rows, tokens + 7, 7, 0)
         for steps, rows, tokens in ((10, 40, 300), (5, 5, 900), (20, 160, 0), (12, 70, 500))
     ]
     costs = measured.fitted(samples)
@@ -161,7 +161,7 @@ def test_costs_are_learned_from_counters() -> None:
 
 
 def test_costs_are_scaled_to_the_cpu_time_of_the_measured_trace() -> None:
-    work = measured.Figures(9.0, 2.0, num_steps=10, generated=40, looked_up=310, hits=10, num_sequences=0)
+    work = measured.VerifierReading(9.0, 2.0, num_steps=10, generated=40, looked_up=310, hits=10, num_sequences=0)
     costs = replace(COSTS, step_s=0.01, row_s=0.01, token_s=0.001)
     costs = measured.scaled(costs, measured.slowness(costs, [work, work]))
     assert (costs.step_s, costs.row_s, costs.token_s) == pytest.approx((0.025, 0.025, 0.0025))
@@ -176,15 +176,15 @@ class HalfIdleServers:
         self._looks = 0
         self._are_over = asyncio.Event()
 
-    async def figures(self) -> list[measured.Figures]:
+    async def figures(self) -> list[measured.VerifierReading]:
         steps, rows, tokens = self.work[min(self._looks, len(self.work) - 1)]
         self._looks += 1
         if self._looks >= len(self.work):
             self._are_over.set()
         cpu_s = 0.01 * steps + 0.002 * rows + 0.0003 * tokens
         return [
-            measured.Figures(float(self._looks), cpu_s, steps, rows, tokens, 0, 3),
-            measured.Figures(float(self._looks), 0.0, 0, 0, 0, 0, 0),
+            measured.VerifierReading(float(self._looks), cpu_s, steps, rows, tokens, 0, 3),
+            measured.VerifierReading(float(self._looks), 0.0, 0, 0, 0, 0, 0),
         ]
 
     async def serve(self, requests: object) -> None:
@@ -199,8 +199,8 @@ def test_costs_are_learned_while_some_verifiers_are_idle(monkeypatch: pytest.Mon
 
 
 def test_cores_are_those_of_busy_times_and_none_is_an_error() -> None:
-    def sample(cpu_s: float, *, are_busy: bool) -> measured.Sample:
-        return measured.Sample([measured.Figures(2.0, cpu_s, 1, 1, 1, 0, 0)] * 2, are_busy)
+    def sample(cpu_s: float, *, are_busy: bool) -> measured.BusySample:
+        return measured.BusySample([measured.VerifierReading(2.0, cpu_s, 1, 1, 1, 0, 0)] * 2, are_busy)
 
     assert measured.cores_used([sample(1.5, are_busy=True), sample(0.1, are_busy=False)]) == 1.5
     with pytest.raises(SystemExit, match="more --requests"):
@@ -214,7 +214,7 @@ def test_real_verifiers_hit_as_often_as_the_simulator_says() -> None:
     costs = Costs(cache_tokens=measured.CACHE_TOKENS)
     apart = [replace(request, at_s=60.0 * number) for number, request in enumerate(requests)]
 
-    async def serve(servers: measured.Deployment) -> list[measured.Figures]:
+    async def serve(servers: measured.Deployment) -> list[measured.VerifierReading]:
         for request in requests:
             await servers.serve([replace(request, at_s=0.0)])
         return await servers.figures()

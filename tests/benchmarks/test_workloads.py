@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.measure import UnexpectedAnswerError
-from benchmarks.workloads import LOGPROBS, NGRAM_DRAFTS, ODD_GROUP, WORKLOADS, Point, Requests
+from benchmarks.workloads import LOGPROBS, NGRAM_DRAFTS, ODD_GROUP, WORKLOADS, LoadPoint, Requests
 from foretoken.bench.load import CompletedRequest
 
 TARGET = Path(__file__).parents[2] / "models" / "demo" / "target"
@@ -20,7 +20,7 @@ def requests(name: str, body: dict[str, Any] | None = None) -> Requests:
 
 
 def test_every_request_is_cold_greedy_and_of_fixed_length() -> None:
-    streams = requests("core", {"speculative": {"drafter": "eagle3"}}).closed(Point(4), 5)
+    streams = requests("core", {"speculative": {"drafter": "eagle3"}}).closed(LoadPoint(4), 5)
     bodies = [body for stream in streams for body in stream.bodies]
     assert len(streams) == 4 and len(bodies) == 20
     assert len({body["cache_salt"] for body in bodies}) == 20
@@ -30,7 +30,7 @@ def test_every_request_is_cold_greedy_and_of_fixed_length() -> None:
 
 
 def test_a_tenth_of_the_mix_has_a_schema_and_a_tenth_wants_logprobs() -> None:
-    streams = requests("mixed").closed(Point(16), 5)
+    streams = requests("mixed").closed(LoadPoint(16), 5)
     for turn in range(5):
         bodies = [stream.bodies[turn] for stream in streams]
         assert 1 <= sum("structured_outputs" in body for body in bodies) <= 2

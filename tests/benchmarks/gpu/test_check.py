@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.gpu import check
 from benchmarks.gpu.bars import BARS, SETTINGS, Key, required_rows
-from benchmarks.gpu.check import RefusedError, judge, newest, refusals
+from benchmarks.gpu.check import CannotJudgeError, judge, newest, refusals
 from benchmarks.gpu.checkpoint import LLAMA_3_1_8B
 from benchmarks.gpu.figure import draw
 
@@ -203,7 +203,7 @@ def test_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_the_newest_run_is_the_one_that_began_last(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="no result"):
+    with pytest.raises(CannotJudgeError, match="no result"):
         newest(tmp_path)
     for name, day in (("a", 3), ("b", 5), ("c", 4)):
         run = result() | {"began_at": f"2026-01-0{day}T00:00:00+00:00"}

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.gpu import idle
 from benchmarks.gpu.bars import SETTINGS
 from benchmarks.gpu.checkpoint import SHAPES, random_eagle3, random_target
-from benchmarks.gpu.timeline import Span, timeline_of
+from benchmarks.gpu.timeline import DeviceSpan, timeline_of
 from tests.benchmarks.gpu.test_timeline import steps
 
 
@@ -29,7 +29,7 @@ def test_the_figures_and_their_table() -> None:
 
 
 def test_long_names_are_cut() -> None:
-    spans = [Span(span.name.replace("matmul", "m" * 500), *span[1:]) for span in steps(20)]
+    spans = [DeviceSpan(span.name.replace("matmul", "m" * 500), *span[1:]) for span in steps(20)]
     row = {"setting": "plain", "batch": 1, "step_ms": 1.0, "num_steps": 9, "num_resident_steps": 7}
     row |= idle.figures(timeline_of(spans), 1.0)
     assert f"| {'m' * 60} -> sample |" in idle.to_markdown([row])
@@ -55,7 +55,7 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         idle.main()
     assert not (tmp_path / "idle.json").exists()
 
-    def made_up(trace: dict[str, Any]) -> list[Span]:
+    def made_up(trace: dict[str, Any]) -> list[DeviceSpan]:
         assert trace["traceEvents"]
         return steps(20)
 

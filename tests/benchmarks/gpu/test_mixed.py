@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks.gpu import mixed
 from benchmarks.gpu.checkpoint import SHAPES, random_eagle3, random_target
-from benchmarks.gpu.steps import Workload
+from benchmarks.gpu.steps import StepsWorkload
 
 ROOT = Path(__file__).parents[3]
-WORKLOAD = Workload(8256, 5, 1, 10, 0.0)
+WORKLOAD = StepsWorkload(8256, 5, 1, 10, 0.0)
 
 
 def test_requests_of_a_batch_last_for_as_many_steps() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.gpu import near_ties
 from benchmarks.gpu.checkpoint import DEMO
-from benchmarks.gpu.near_ties import Comparison, Divergence, compare, complete_all, first_difference, gap_of
+from benchmarks.gpu.near_ties import Divergence, TextComparison, compare, complete_all, first_difference, gap_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,7 +47,7 @@ def test_texts_are_compared_up_to_where_they_differ() -> None:
 
     alone, batched, both = compare(prompts, texts.items(), best)
     assert asked == [[50, 1, 2], [60]]
-    assert alone == Comparison("drafted, alone", "plain, alone", 2, 7, (Divergence(0, 2, (9, 3), 0.125),))
+    assert alone == TextComparison("drafted, alone", "plain, alone", 2, 7, (Divergence(0, 2, (9, 3), 0.125),))
     assert alone.per_1000_tokens == pytest.approx(1000 / 7)
     assert (batched.divergences, batched.num_tokens) == ((), 8)
     assert both.divergences == (Divergence(1, 0, (0, 5), None),) and both.num_tokens == 5
@@ -101,13 +101,13 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
     found: list[dict[int, float]] = []
 
-    def best(client: near_ties.Client, prompt: Sequence[int]) -> dict[int, float]:
+    def best(client: near_ties.GenerateClient, prompt: Sequence[int]) -> dict[int, float]:
         found.append(real_best(client, prompt))
         return found[-1]
 
-    real_best = near_ties.Client.best
+    real_best = near_ties.GenerateClient.best
     monkeypatch.setattr(near_ties, "complete_all", spoilt)
-    monkeypatch.setattr(near_ties.Client, "best", best)
+    monkeypatch.setattr(near_ties.GenerateClient, "best", best)
     words = ["--model", str(DEMO / "target"), "--drafter-head", str(DEMO / "eagle3"), "--threads", "1"]
     words += ["--output", str(tmp_path / "ties.json"), "--prompts", "3", "--tokens", "16", "--batch", "2"]
     monkeypatch.setattr(sys, "argv", ["near_ties", *words, "--tree", "4", "2", "8"])

@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu import passes
 from benchmarks.gpu.checkpoint import SHAPES, random_eagle3, random_target
 from benchmarks.gpu.floor import StepBytes
-from benchmarks.gpu.passes import DraftTimes, Floor, draft_request, draft_times
+from benchmarks.gpu.passes import DraftPartTimes, Floor, draft_request, draft_times
 from drafter_svc.model.head import HeadDrafter
 from drafter_svc.model.placement import ModelPlacement
 from foretoken.drafting import DraftBatch, DraftRequest
@@ -26,7 +26,7 @@ def test_shares() -> None:
     floor = Floor(StepBytes(target=3_000, head_once=100, head_level=400, cache_per_token=1), bandwidth=1e6)
     assert floor.share(3_000, 4.0) == pytest.approx(0.75)
     # Five levels: the roots come from the entries' pass.
-    assert DraftTimes(entries=1.0, trees=2.0).level(5) == 0.5
+    assert DraftPartTimes(entries=1.0, trees=2.0).level(5) == 0.5
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from benchmarks.gpu import recovery
 from benchmarks.gpu.checkpoint import DEMO
 from benchmarks.gpu.disturbed import ARRIVALS_BEFORE, Course, Strike, is_restored
 from benchmarks.gpu.faults import FAIL_ASSERTION, FAULTS, WRITE_ASTRAY, with_hooks
-from benchmarks.gpu.pauses import Pauses, longest_pause, pauses_after
+from benchmarks.gpu.pauses import FaultPauses, longest_pause, pauses_after
 from benchmarks.gpu.watch import Return, Sighting, drafters_return
 from benchmarks.stack import StackError
 from foretoken.bench.completion import Chunk, Recording, StreamedCompletion
@@ -27,17 +27,17 @@ OLD, NEW = (7, 1), (7, 2)
 
 def test_a_pause_begins_with_the_fault_or_with_the_last_token_after_it() -> None:
     # In flight at 2.5: 3 still arrives, then nothing before 7.
-    assert pauses_after([[1, 2, 3, 7, 8]], 2.5) == Pauses(next_token=0.5, longest=4, longest_began=0.5)
+    assert pauses_after([[1, 2, 3, 7, 8]], 2.5) == FaultPauses(next_token=0.5, longest=4, longest_began=0.5)
     # Waits before the fault do not count.
-    assert pauses_after([[0, 9, 9.5]], 8) == Pauses(1, 1, 0)
+    assert pauses_after([[0, 9, 9.5]], 8) == FaultPauses(1, 1, 0)
 
 
 def test_of_several_streams_the_one_that_waits_longest_counts() -> None:
-    assert pauses_after([[1, 3, 4], [1, 2.5, 5]], 2) == Pauses(next_token=1, longest=2.5, longest_began=0.5)
+    assert pauses_after([[1, 3, 4], [1, 2.5, 5]], 2) == FaultPauses(next_token=1, longest=2.5, longest_began=0.5)
 
 
 def test_a_stream_that_came_later_may_have_the_longest_pause_but_not_the_next_token() -> None:
-    assert pauses_after([[1, 2, 3], [4, 10, 11]], 1.5) == Pauses(next_token=0.5, longest=6, longest_began=2.5)
+    assert pauses_after([[1, 2, 3], [4, 10, 11]], 1.5) == FaultPauses(next_token=0.5, longest=6, longest_began=2.5)
 
 
 def test_a_fault_that_no_stream_met() -> None:

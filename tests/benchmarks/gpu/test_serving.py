@@ -16,11 +16,11 @@ from benchmarks.arm_server import Launch
 from benchmarks.arms import ARMS
 from benchmarks.environment import ROOT
 from benchmarks.gpu import serving
-from benchmarks.gpu.serving import Measurement, chosen_arms, chosen_points, run, to_line, to_markdown
+from benchmarks.gpu.serving import ServingMeasurement, chosen_arms, chosen_points, run, to_line, to_markdown
 from benchmarks.gpu.serving_figure import draw
 from benchmarks.gpu.serving_result import ServingResult
 from benchmarks.stack import StackError
-from benchmarks.workloads import WORKLOADS, Point, Workload
+from benchmarks.workloads import WORKLOADS, LoadPoint, ServingWorkload
 from foretoken.bench.load import Clients, running_clients
 from foretoken.bench.picture import nice_ticks
 
@@ -78,9 +78,9 @@ def vllm_path(tmp_path: Path) -> Path:
     return tmp_path / "packages"
 
 
-def measurement(clients: Clients, workload: Workload, **fields: Any) -> Measurement:
+def measurement(clients: Clients, workload: ServingWorkload, **fields: Any) -> ServingMeasurement:
     launch = Launch(DEMO / "target", DEMO / "eagle3", 4, **fields)
-    return Measurement(workload, launch, clients, 2, seconds=0.5, best_tokens_per_s=40.0)
+    return ServingMeasurement(workload, launch, clients, 2, seconds=0.5, best_tokens_per_s=40.0)
 
 
 def a_row(arm: str = "plain", point: str = "1", **fields: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def test_a_point_of_the_demo_is_measured_and_not_measured_again(
     tmp_path: Path, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'kernels'}")
-    workload = Workload("core", 12, ("auto",), (Point(2), Point(percent=50)))
+    workload = ServingWorkload("core", 12, ("auto",), (LoadPoint(2), LoadPoint(percent=50)))
     measured = measurement(clients, workload, logs=tmp_path / "logs")
     result = ServingResult(tmp_path, "core", FACTS)
     assert run(measured, [ARMS["auto"]], workload.points, result) == []
@@ -120,7 +120,7 @@ def test_a_point_of_the_demo_is_measured_and_not_measured_again(
 
 
 def test_vllm_is_started_from_its_folder(tmp_path: Path, vllm_path: Path, clients: Clients) -> None:
-    workload = Workload("core", 6, ("vllm-eagle3-3",), (Point(2),))
+    workload = ServingWorkload("core", 6, ("vllm-eagle3-3",), (LoadPoint(2),))
     result = ServingResult(tmp_path, "core", FACTS)
     measured = measurement(clients, workload, vllm_path=vllm_path)
     assert run(measured, [ARMS["vllm-eagle3-3"]], workload.points, result) == []
@@ -130,7 +130,7 @@ def test_vllm_is_started_from_its_folder(tmp_path: Path, vllm_path: Path, client
 
 
 def test_an_arm_that_fails_is_named_and_the_others_go_on(tmp_path: Path, vllm_path: Path, clients: Clients) -> None:
-    workload = Workload("core", 6, ("vllm-plain", "vllm-eagle3-3"), (Point(1),))
+    workload = ServingWorkload("core", 6, ("vllm-plain", "vllm-eagle3-3"), (LoadPoint(1),))
     result = ServingResult(tmp_path, "core", FACTS)
     measured = measurement(clients, workload, vllm_path=vllm_path)
     # The stand-in wants a head, so plain decode ends it.

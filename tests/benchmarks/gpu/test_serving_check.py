@@ -11,15 +11,16 @@ import pytest
 
 from benchmarks.arms import ARMS
 from benchmarks.gpu import serving_check
+from benchmarks.gpu.check import CannotJudgeError
 from benchmarks.gpu.serving_bars import RATES, VLLM_ONCE
-from benchmarks.gpu.serving_check import RefusedError, check, newest
-from benchmarks.workloads import WORKLOADS, Point, Workload
+from benchmarks.gpu.serving_check import check, newest
+from benchmarks.workloads import WORKLOADS, LoadPoint, ServingWorkload
 
 COMMIT = "0123456789ab"
 Results = dict[str, dict[str, Any]]
 
 
-def row(workload: Workload, arm: str, point: Point, gpu: str) -> dict[str, Any]:
+def row(workload: ServingWorkload, arm: str, point: LoadPoint, gpu: str) -> dict[str, Any]:
     """Return a row that reaches its bars."""
     vllm = ARMS[arm].engine == "vllm"
     rate = 100.0
@@ -187,7 +188,7 @@ def test_only_what_is_committed_counts(tmp_path: Path) -> None:
 
 
 def test_another_processor_has_no_bars(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="bars are for one of H200, H100, not NVIDIA A100"):
+    with pytest.raises(CannotJudgeError, match="bars are for one of H200, H100, not NVIDIA A100"):
         check(write(tmp_path, results("NVIDIA A100")), yes)
 
 

@@ -11,14 +11,14 @@ import pytest
 from benchmarks.figures import Timing
 from benchmarks.gpu import speedup
 from benchmarks.gpu.checkpoint import DEMO
-from benchmarks.measure import Pair, Sample
+from benchmarks.measure import Pair, TimedCompletion
 
 ROOT = Path(__file__).parents[3]
 
 
-def sample(index: int, seconds: float, text: str, tokens_per_step: float) -> Sample:
+def sample(index: int, seconds: float, text: str, tokens_per_step: float) -> TimedCompletion:
     counts = {"num_spec_steps": 5, "drafters": {"eagle3": {"accepted_per_position": [4, 2]}}}
-    return Sample(index, Timing(11, 0.1, seconds), text, tokens_per_step, 10, counts)
+    return TimedCompletion(index, Timing(11, 0.1, seconds), text, tokens_per_step, 10, counts)
 
 
 def test_the_figures() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu.step_times import StepTimes, step_times
+from benchmarks.gpu.step_times import MeasuredSteps, step_times
 
 
 def arrivals(first_at: float, gap: float, tokens: list[int]) -> list[tuple[float, int]]:
@@ -61,7 +61,7 @@ def test_no_steps_at_all() -> None:
 
 
 def test_rounds_add_up() -> None:
-    total = StepTimes()
+    total = MeasuredSteps()
     for _ in range(2):
         total.extend(step_times([arrivals(0.0, 1.0, [3, 1, 3, 3])], 3.0))
     assert (total.seconds, total.num_dropped) == ([1.0] * 4, 2)

@@ -106,7 +106,7 @@ def test_bytes_of_a_step(folder: Path) -> None:
 
 def test_prompts_differ_by_round_and_are_the_same_in_every_run(folder: Path) -> None:
     vocab_size = json.loads((folder / "target" / "config.json").read_text())["vocab_size"]
-    workload = steps.Workload(vocab_size, 20, 48, 12, 0.0)
+    workload = steps.StepsWorkload(vocab_size, 20, 48, 12, 0.0)
     first, again, other = (workload.prompts(3, seed) for seed in ("a", "a", "b"))
     assert first == again != other
     assert {len(prompt) for prompt in first} == {20} and len({tuple(prompt) for prompt in first}) == 3

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from foretoken_kernels.gpu import resident_rows
 
-from benchmarks.gpu.timeline import STEP_KERNEL, Share, Span, TraceError, spans_of, timeline_of
+from benchmarks.gpu.timeline import STEP_KERNEL, DeviceSpan, Share, TraceError, spans_of, timeline_of
 
 
 def event(name: str, start: float, length: float, **fields: Any) -> dict[str, Any]:
     return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": length, "args": {"stream": 7}} | fields
 
 
-def steps(count: int, *, gap: float = 6.0) -> list[Span]:
+def steps(count: int, *, gap: float = 6.0) -> list[DeviceSpan]:
     """Return steps of 100 us.
 
     Each has rows for 10, a microsecond of nothing, a pass up to 90 - gap, the gap, and sampling for
@@ -23,9 +23,9 @@ def steps(count: int, *, gap: float = 6.0) -> list[Span]:
     spans = []
     for number in range(count):
         at = 100.0 * number
-        spans.append(Span(STEP_KERNEL, at, at + 10))
-        spans.append(Span("matmul", at + 11, at + 90 - gap))
-        spans.append(Span("sample", at + 90, at + 100))
+        spans.append(DeviceSpan(STEP_KERNEL, at, at + 10))
+        spans.append(DeviceSpan("matmul", at + 11, at + 90 - gap))
+        spans.append(DeviceSpan("sample", at + 90, at + 100))
     return spans
 
 
@@ -46,10 +46,10 @@ def test_what_occupies_the_gpu_is_read_from_a_trace() -> None:
         ]
     }
     assert spans_of(trace) == [
-        Span("first", 3.0, 4.0),
-        Span("Memcpy HtoD (Pinned -> Device)", 4.0, 5.25),
-        Span("later", 20.5, 22.5),
-        Span("Memset (Device)", 30.0, 31.0),
+        DeviceSpan("first", 3.0, 4.0),
+        DeviceSpan("Memcpy HtoD (Pinned -> Device)", 4.0, 5.25),
+        DeviceSpan("later", 20.5, 22.5),
+        DeviceSpan("Memset (Device)", 30.0, 31.0),
     ]
 
 
@@ -70,7 +70,7 @@ def test_busy_and_idle_of_whole_steps() -> None:
 
 def test_work_that_overlaps_counts_once() -> None:
     """A copy runs beside the pass and ends in the gap after it."""
-    copies = [Span("copy", at + 50, at + 86) for at in (0.0, 100.0, 200.0, 300.0)]
+    copies = [DeviceSpan("copy", at + 50, at + 86) for at in (0.0, 100.0, 200.0, 300.0)]
     spans = sorted([*steps(4), *copies], key=lambda span: span.start_us)
     found = timeline_of(spans, edge_steps=0)
     assert found.busy_us == [95.0] * 3
@@ -79,7 +79,7 @@ def test_work_that_overlaps_counts_once() -> None:
 
 
 def test_work_without_a_gap_belongs_to_each_of_its_steps() -> None:
-    spans = [*steps(4), Span("background", 50.0, 250.0)]
+    spans = [*steps(4), DeviceSpan("background", 50.0, 250.0)]
     found = timeline_of(sorted(spans, key=lambda span: span.start_us), edge_steps=0)
     assert found.busy_us == [99.0, 100.0, 94.0]
     assert found.gaps == [Share("matmul -> sample", 2.0, pytest.approx(1 / 3), 6.0)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.gpu.checkpoint import DEMO, Shape
+from benchmarks.gpu.checkpoint import DEMO, ModelSizes
 from benchmarks.gpu.widen import (
     COPIES,
     RESERVED_ID,
@@ -31,7 +31,7 @@ from tests.foretoken.test_models import Paged
 from tests.foretoken.test_models import load as load_target
 
 # Odd sizes where possible: none is a multiple of the small model's.
-SHAPE = Shape(
+SHAPE = ModelSizes(
     hidden_size=1200,
     intermediate_size=1040,
     num_layers=11,
