@@ -31,7 +31,7 @@ from drafter_svc.ngram.drafter import NgramDrafter
 from drafter_svc.ngram.settings import NgramSettings
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.models.batch import ForwardBatch
-from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.overlap_memory import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from verifier_svc.drafters.attachment import AttachmentSettings
 from verifier_svc.drafters.in_process import InProcessClient
@@ -40,12 +40,12 @@ from verifier_svc.engine_counters import EngineCounters
 from verifier_svc.lifecycle import Lifecycle, SequenceBounds
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.outbox import Outbox
-from verifier_svc.run_ahead import RunAhead
+from verifier_svc.overlap_runs import RunAhead
 from verifier_svc.sampling.device_walker import walk_results
+from verifier_svc.scheduling.batch_row import Seat, SeatResult
 from verifier_svc.scheduling.block_manager import BlockManager
 from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.prefill_budget import PrefillBudget
-from verifier_svc.scheduling.resident_seat import Seat, SeatResult
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.server import spare_collections
 from verifier_svc.speculation.costs import StepCosts

@@ -10,7 +10,7 @@ from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInf
 if TYPE_CHECKING:
     # The n-gram drafter does not import torch.
     from foretoken.models.target_weights import TargetWeights
-    from foretoken.resident import ResidentMemory, StreamOrder
+    from foretoken.overlap_memory import ResidentMemory, StreamOrder
 
 
 class Drafter(Protocol):

@@ -104,7 +104,7 @@ class DrafterNeeds:
             can be shared.
         device: UUID, as CUDA gives it, of the GPU where its model runs; empty: it has no model, or
             it is on the CPU.
-        resident: whether it can draft from memory of that GPU (foretoken.resident).
+        resident: whether it can draft from memory of that GPU (foretoken.overlap_memory).
     """
 
     features: tuple[int, ...] = ()
@@ -125,7 +125,7 @@ def _offsets(index: int) -> Any:
 
 
 class DeviceStep(NamedTuple):
-    """The step whose tokens and hidden states are in device memory (foretoken.resident), where the
+    """The step whose tokens and hidden states are in device memory (foretoken.overlap_memory), where the
     trees go, too.
 
     The first ``num_seats`` rows of a request are the seats of the device memory, in order. An

@@ -13,14 +13,14 @@ from foretoken.models.decoder_weights import Progress
 from foretoken.models.element_type import element_type
 from foretoken.models.kept_checks import checks_file
 from foretoken.models.tokenizer_size import num_token_ids
-from foretoken.resident import StreamOrder
+from foretoken.overlap_memory import StreamOrder
 from foretoken.transports.shared_weights import SharedWeights
 from verifier_svc.config import VerifierSettings
 from verifier_svc.model.attention_choice import compiled, flashinfer_passes
 from verifier_svc.model.memory_plan import MemoryPlan
 from verifier_svc.model.runner import ModelRunner
 from verifier_svc.model.target import LoadedTarget, pass_sizes
-from verifier_svc.run_ahead import RunAhead
+from verifier_svc.overlap_runs import RunAhead
 from verifier_svc.sampling.walker import HostWalker, Walker
 
 

@@ -12,7 +12,7 @@ from benchmarks.figures import median
 
 # Categories in a Chrome trace of PyTorch's profiler that occupy the GPU.
 CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-# The first kernel of each overlapped step (foretoken_kernels.gpu.resident_rows).
+# The first kernel of each overlapped step (foretoken_kernels.gpu.overlap_rows).
 STEP_KERNEL = "_lay_out_rows"
 # The first steps of a run capture graphs, and the last ones have fewer rows.
 EDGE_STEPS = 5

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from drafter_svc.trees.passes import DraftPasses
 from foretoken.drafting import DraftBatch, DraftRequest
-from foretoken.resident import ResidentMemory, StreamOrder
+from foretoken.overlap_memory import ResidentMemory, StreamOrder
 
 
 class ModelDrafter:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from drafter_svc.trees.figures import PassFigures
 from drafter_svc.trees.rows import DraftRows
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
-from foretoken.resident import ResidentMemory, StreamOrder
+from foretoken.overlap_memory import ResidentMemory, StreamOrder
 from foretoken.sampling import MIN_TEMPERATURE
 from foretoken.tree import Int32
 

@@ -32,7 +32,7 @@ from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.models.batch import ForwardBatch, chain_batch
 from foretoken.models.forward_pass import ELEMENTS
-from foretoken.resident import ResidentMemory, StreamOrder
+from foretoken.overlap_memory import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
 Float32 = NDArray[np.float32]

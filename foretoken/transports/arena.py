@@ -18,7 +18,7 @@ buffer that the other reads; the rings' system calls order the memory. The verif
 what a drafter writes: it copies, then checks.
 
 Hidden states for draft heads are sent in the request buffers. A drafter on the verifier's own GPU
-also gets device memory (resident_share.py), where steps leave tokens and hidden states. That memory
+also gets device memory (shared_overlap_memory.py), where steps leave tokens and hidden states. That memory
 lives on after ``close`` on either side until its last user has released it.
 """
 
@@ -56,7 +56,7 @@ from foretoken.transports.transport import QueuedTransport, RequestQueue, Transp
 if TYPE_CHECKING:
     import torch
 
-    from foretoken.transports.resident_share import ResidentShare
+    from foretoken.transports.shared_overlap_memory import ResidentShare
 
 # Seconds that the hand-over of the descriptors may take once the drafter has connected.
 HAND_OVER_TIMEOUT_S = 5.0
@@ -223,7 +223,7 @@ class ArenaTransport(QueuedTransport):
         self._memory = _ArenaMemory(layout, ArenaHeader(layout, epoch, challenge))
         if layout.resident is not None:
             assert device is not None, "the layout has device memory"
-            from foretoken.transports.resident_share import ResidentShare
+            from foretoken.transports.shared_overlap_memory import ResidentShare
 
             try:
                 self._share, self._share_fds = ResidentShare.new(layout.resident, device)

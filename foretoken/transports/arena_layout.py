@@ -32,7 +32,7 @@ from foretoken.transports.transport import (
 )
 
 if TYPE_CHECKING:
-    from foretoken.resident import ResidentLayout
+    from foretoken.overlap_memory import ResidentLayout
 
 MAGIC = b"FTARENA\0"
 LAYOUT_VERSION = 6
@@ -90,7 +90,7 @@ class ArenaLayout:
     block_size: int = 16
     # Whether the target's weights are handed over (foretoken.transports.shared_weights).
     has_weights: int = 0
-    # Layout of the device memory that is handed over (foretoken.resident.ResidentLayout); all zero:
+    # Layout of the device memory that is handed over (foretoken.overlap_memory.ResidentLayout); all zero:
     # none.
     resident_seats: int = 0
     resident_tokens: int = 0
@@ -138,7 +138,7 @@ class ArenaLayout:
         # Drafters without a model need no torch.
         import torch
 
-        from foretoken.resident import ResidentLayout
+        from foretoken.overlap_memory import ResidentLayout
 
         return ResidentLayout(
             self.resident_seats,

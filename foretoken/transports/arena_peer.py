@@ -27,7 +27,7 @@ from foretoken.transports.transport import TransportClosedError
 # Drafters without a model need no torch.
 if TYPE_CHECKING:
     from foretoken.models.target_weights import TargetWeights
-    from foretoken.transports.resident_share import ResidentShare
+    from foretoken.transports.shared_overlap_memory import ResidentShare
 
 
 class ArenaPeer:
@@ -149,7 +149,7 @@ class ArenaPeer:
         if layout is None:
             return None
         from foretoken.models.backend import device_of
-        from foretoken.transports.resident_share import ResidentShare
+        from foretoken.transports.shared_overlap_memory import ResidentShare
 
         assert needs is not None, "checked with the layout"
         fds = [handed["device_memory"], handed["flag_words"]]

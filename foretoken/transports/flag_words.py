@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import torch
 
-from foretoken.resident import StreamOrder
+from foretoken.overlap_memory import StreamOrder
 from foretoken.transports.cuda_driver import call, checked, device_index, driver, on
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from foretoken.transports.draft_parts import split_request
 from foretoken.tree import Int32
 
 if TYPE_CHECKING:
-    from foretoken.resident import ResidentMemory
+    from foretoken.overlap_memory import ResidentMemory
 
 # New tokens of one request on the wire. Larger requests are split; four long prompts take a few
 # parts.
@@ -87,7 +87,7 @@ class DraftTransport(ABC):
 
     def __init__(self) -> None:
         # Drafters without a model need no torch; a verifier has it.
-        from foretoken.resident import StreamOrder
+        from foretoken.overlap_memory import StreamOrder
 
         self.resident: ResidentMemory | None = None
         self.order = StreamOrder()

@@ -10,7 +10,7 @@ import torch
 
 from foretoken_kernels.gpu import draft_tree_state as state
 from foretoken_kernels.gpu.draft_intake_state import DraftSeats, IntakeRows, TakenStep
-from foretoken_kernels.resident_state import NO_SLOT, StepResults
+from foretoken_kernels.overlap_state import NO_SLOT, StepResults
 
 
 def take_step(

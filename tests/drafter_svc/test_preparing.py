@@ -11,13 +11,13 @@ import torch
 from drafter_svc.session import AttachedVerifier
 from drafter_svc.thread import DrafterThread
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
-from foretoken.resident import ResidentLayout
+from foretoken.overlap_memory import ResidentLayout
 from foretoken.transports.arena import ArenaListener, ArenaTransport
 from foretoken.transports.arena_layout import ArenaLayout
 from foretoken.transports.doorbell import Waiter
 from foretoken.transports.transport import TransportCounters
 from tests.support.draft_requests import draft_request
-from tests.support.resident_drafter import NUM_KINDS, ResidentDrafter
+from tests.support.overlap_drafter import NUM_KINDS, ResidentDrafter
 
 TARGET = TargetInfo("m", 1000, 1024, max_slots=4, max_nodes=8, hidden_size=2, num_layers=4)
 LAYOUT = ResidentLayout(seats=4, tokens=5, nodes=8, hidden_width=2, hidden_dtype=torch.float32)

@@ -18,7 +18,7 @@ from foretoken.models.config import load_config
 from foretoken.models.draft_head import HeadOutput, HostDraftHead, load_head
 from foretoken.models.draft_weights import HeadSource
 from foretoken.models.target_weights import load_target_weights
-from tests.foretoken.test_models_features import hidden_states
+from tests.foretoken.test_models_hidden_states import hidden_states
 from tests.references import head_files
 from tests.references.head_files import NUM_LAYERS, VOCAB, Tensors, write_folder
 from tests.references.heads import (

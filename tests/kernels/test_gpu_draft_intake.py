@@ -10,7 +10,7 @@ from foretoken_kernels import reference_draft_intake as reference
 from foretoken_kernels.gpu import draft_intake as gpu
 from foretoken_kernels.gpu import draft_tree_state as state
 from foretoken_kernels.gpu.draft_intake_state import NO_LENGTH, DraftSeats, IntakeRows, TakenStep
-from foretoken_kernels.resident_state import StepResults
+from foretoken_kernels.overlap_state import StepResults
 
 BLOCK, BLOCKS, SLOTS = 4, 6, 160
 SEATS, TOKENS = 5, 3

@@ -20,7 +20,7 @@ from drafter_svc.model.placement import ModelPlacement
 from drafter_svc.trees.passes import scratch_batch
 from foretoken.models.backend import Backend
 from tests.drafter_svc.device import test_resident_draft
-from tests.support import resident_play
+from tests.support import overlap_play
 
 SEATS, NUM_BLOCKS, PROMPT_ROWS = 16, 400, 64
 
@@ -64,22 +64,22 @@ def main(folder: Path, depth: int, branches: int) -> None:
     found = Compilations()
     JITFunction.run = lambda kernel, *arguments, **options: found.launch(kernel, *arguments, **options)
     nodes = 1 + depth * branches
-    resident_play.PROMPT_ROWS = PROMPT_ROWS
-    resident_play.TOKENS, resident_play.NODES, resident_play.SEATS = depth + 1, nodes, SEATS
+    overlap_play.PROMPT_ROWS = PROMPT_ROWS
+    overlap_play.TOKENS, overlap_play.NODES, overlap_play.SEATS = depth + 1, nodes, SEATS
     test_resident_draft.NODES, test_resident_draft.SEATS = nodes, SEATS
-    resident_play.NUM_BLOCKS = test_resident_draft.NUM_BLOCKS = NUM_BLOCKS
+    overlap_play.NUM_BLOCKS = test_resident_draft.NUM_BLOCKS = NUM_BLOCKS
     placement = ModelPlacement(Backend("gpu", torch.device("cpu")), torch.float32, graphs=False, warm=True)
     drafter, target, width = test_resident_draft.make("EAGLE3", folder, placement)
     found.phase = "attach"
     # Room for a block table as wide as long contexts need.
     drafter.attach(replace(target, max_model_len=1200), None)
-    play = resident_play.Play(drafter, "cpu", vocab=target.vocab_size, width=width)
+    play = overlap_play.Play(drafter, "cpu", vocab=target.vocab_size, width=width)
     found.phase = "drafts"
     # Trees have fewer levels where sequences end.
     for levels in range(depth, 0, -1):
         shape = {"max_depth": levels, "max_branches": branches, "max_nodes": nodes}
         for count in (1, 2, 3, 6, 12, SEATS):
-            play.begin([resident_play.Text(5, (1, 2), number, options=shape) for number in range(count)], count)
+            play.begin([overlap_play.Text(5, (1, 2), number, options=shape) for number in range(count)], count)
             play.prompts()
             play.send(0)
             drafter.draft(play.request(1, begins=True, is_last=False))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from foretoken.models.batch import ForwardBatch
-from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.overlap_memory import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.results import FinishReason
 from foretoken.tree import DraftTree, depths
 from tests.support.given_masks import give
@@ -23,8 +23,8 @@ from verifier_svc.sampling.allowed_tokens import ENDED, TreeMasks
 from verifier_svc.sampling.verify import SamplingState, WalkResult, followed
 from verifier_svc.sampling.walker import Walk, walk_on_host
 from verifier_svc.scheduling.batch import Scheduled, StepBatch, build_batch, commit_slots
+from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT, Seat, SeatResult, SeatTree
 from verifier_svc.scheduling.draft import Draft
-from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult, SeatTree
 from verifier_svc.scheduling.sequence import Sequence as Running
 
 NOTHING = WalkResult([], [], [], None, None, [], 0, [])

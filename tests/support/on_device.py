@@ -10,14 +10,14 @@ import torch
 from drafter_svc.model.placement import ModelPlacement
 from foretoken.models.backend import Backend
 from foretoken.models.device_sizes import PassSizes
-from foretoken.resident import StreamOrder
+from foretoken.overlap_memory import StreamOrder
 from tests.support.deployments import BLOCK, SeenHarness, Target
 from tests.support.grammars import VOCAB
 from verifier_svc.drafters.device_offer import ResidentOffer
 from verifier_svc.model.attention_choice import FlashInferPasses
 from verifier_svc.model.device_runner import DeviceRunner
+from verifier_svc.overlap_runs import RunAhead
 from verifier_svc.overlap_step import ResidentStep, plain_memory
-from verifier_svc.run_ahead import RunAhead
 from verifier_svc.sampling.device_walker import DeviceWalker
 
 MAX_RUNNING = 8

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from foretoken.drafting import DeviceStep, DraftBatch, DrafterNeeds, DraftRequest
-from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.overlap_memory import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.transports.transport import TransportClosedError
 
 Way = Literal["run", "fed", "host"]

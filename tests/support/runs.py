@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.resident import ResidentMemory, StreamOrder
+from foretoken.overlap_memory import ResidentMemory, StreamOrder
 from foretoken.results import FinishReason
 from foretoken.sampling import SamplingParams, has_token_masks
 from tests.support.engine_harness import Harness, Request, Result
@@ -24,7 +24,7 @@ from tests.support.oracle_drafter import OracleDrafter
 from verifier_svc.drafters.request import Shape, TreeBounds
 from verifier_svc.messages import SequenceKey
 from verifier_svc.outbox import Outbox
-from verifier_svc.run_ahead import RunAhead
+from verifier_svc.overlap_runs import RunAhead
 from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 from verifier_svc.scheduling.sequence import Sequence as Running
 from verifier_svc.speculation import overlap_policy

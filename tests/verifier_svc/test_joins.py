@@ -25,8 +25,8 @@ from tests.support.runs import (
 )
 from verifier_svc import overlap
 from verifier_svc.drafters.request import NO_DRAFT, Shape
+from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT
 from verifier_svc.scheduling.launch_time import LaunchTime
-from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT
 from verifier_svc.speculation import controllers
 from verifier_svc.speculation.candidate_shapes import chain
 

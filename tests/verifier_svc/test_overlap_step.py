@@ -16,7 +16,7 @@ from foretoken.models.backend import Backend
 from foretoken.models.batch import blank_batch
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_sizes import PassSizes
-from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.overlap_memory import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tree import DraftTree
 from tests.support.tiny_checkpoint import save_llama
@@ -29,9 +29,9 @@ from verifier_svc.overlap_step import ResidentStep
 from verifier_svc.sampling.allowed_tokens import TreeMasks
 from verifier_svc.sampling.device_walker import DeviceWalker
 from verifier_svc.scheduling.batch import Scheduled, build_batch
+from verifier_svc.scheduling.batch_row import Seat
 from verifier_svc.scheduling.block_manager import BlockTable
 from verifier_svc.scheduling.draft import Draft
-from verifier_svc.scheduling.resident_seat import Seat
 from verifier_svc.scheduling.sequence import Sequence
 
 VOCAB, HIDDEN, BLOCK, NUM_BLOCKS, SLOTS, NODES = 40, 32, 4, 8, 2, 4

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from foretoken.drafting import DraftRequest, TargetInfo
-from foretoken.resident import StreamOrder
+from foretoken.overlap_memory import StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transports.transport import ROWS_PER_SLOT
 from tests.support.engine_harness import Request, Result, TestSource, assert_bits
@@ -35,7 +35,7 @@ from tests.support.runs import (
     with_grammar,
 )
 from tests.support.scripted_drafter import ScriptedDrafter
-from verifier_svc import overlap as run_ahead
+from verifier_svc import overlap
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.messages import SequenceKey
 from verifier_svc.scheduling.launch_time import LaunchTime
@@ -45,7 +45,7 @@ from verifier_svc.speculation.lookups import Lookups
 
 
 def test_pages_are_reserved_for_many_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", 5 * BLOCK)
+    monkeypatch.setattr(overlap, "_PAGES_AHEAD", 5 * BLOCK)
     sizes = set()
 
     def look(number: int) -> None:
@@ -257,7 +257,7 @@ def test_any_course_of_requests(
     ``with_grammars``: some have a grammar or token masks, which are bound late; for others the host
     works, so some steps do not overlap. Logprobs are the same, bit for bit.
     """
-    monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", seed % 3 * 5)
+    monkeypatch.setattr(overlap, "_PAGES_AHEAD", seed % 3 * 5)
     monkeypatch.setattr(controllers, "PLAIN_AFTER", 4)
     course = Disturbed(seed, drafts=drafts, with_grammars=with_grammars, comes_and_goes=comes_and_goes)
     launch_late_now_and_then(course, monkeypatch)
@@ -276,7 +276,7 @@ def test_any_course_of_requests_with_lookups(
     seed: int, drafts: bool, with_grammars: bool, comes_and_goes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The look-up drafter is sent each token once, and errs; its trees are larger than the model's."""
-    monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", seed % 3 * 5)
+    monkeypatch.setattr(overlap, "_PAGES_AHEAD", seed % 3 * 5)
     monkeypatch.setattr(controllers, "PLAIN_AFTER", 4)
     if seed % 2:
         # Every tree that is found is verified, also where the model's promises more.
@@ -419,7 +419,7 @@ def test_the_first_draft_of_a_kind_may_take_longer(
         return now[0]
 
     fake = SimpleNamespace(perf_counter=clock, monotonic=time.monotonic, sleep=lambda seconds: None)
-    monkeypatch.setattr(run_ahead, "time", fake)
+    monkeypatch.setattr(overlap, "time", fake)
     requests = [greedy(1, 6, 40)]
     expected = plain(requests)
     oracle = oracle_of(requests, expected)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from foretoken.models.pinned_buffers import PinnedBuffers
-from foretoken.resident import ResidentLayout, ResidentMemory
+from foretoken.overlap_memory import ResidentLayout, ResidentMemory
 from verifier_svc.drafters.request import DraftRow
 
 

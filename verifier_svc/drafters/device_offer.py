@@ -10,7 +10,7 @@ from foretoken.drafter import Drafter, DraftsResident
 from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.models.backend import Backend, device_uuid
-from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.overlap_memory import ResidentLayout, ResidentMemory, StreamOrder
 
 
 class ResidentOffer(NamedTuple):

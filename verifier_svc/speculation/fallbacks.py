@@ -7,7 +7,7 @@ from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.batch_limit import BatchLimit
 from verifier_svc.speculation.next_trees import NextTrees
-from verifier_svc.speculation.resident_drafting import ResidentDrafting
+from verifier_svc.speculation.overlap_drafting import ResidentDrafting
 from verifier_svc.speculation.routing import DrafterRouting
 
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
+from verifier_svc.scheduling.batch_row import Seat
 from verifier_svc.scheduling.draft import Draft, merge
-from verifier_svc.scheduling.resident_seat import Seat
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.costs import DraftCosts, StepBase
 from verifier_svc.speculation.draft_round import SEND_BEHIND, LookupRound
 from verifier_svc.speculation.gap_times import StepGaps
 from verifier_svc.speculation.model_yield import ModelYield
+from verifier_svc.speculation.overlap_drafting import ResidentDrafting
 from verifier_svc.speculation.plan import DraftPlan
-from verifier_svc.speculation.resident_drafting import ResidentDrafting
 
 # Steps after which look-ups are tried although they do not promise what a late launch costs: at first, and at most
 # where tries do not change that.

@@ -13,7 +13,7 @@ from verifier_svc.speculation.batch_limit import BatchLimit
 from verifier_svc.speculation.capture import Capture
 from verifier_svc.speculation.controllers import DrafterControllers
 from verifier_svc.speculation.next_trees import NextTrees
-from verifier_svc.speculation.resident_drafting import ResidentDrafting
+from verifier_svc.speculation.overlap_drafting import ResidentDrafting
 from verifier_svc.speculation.routing import DrafterRouting
 from verifier_svc.speculation.row_state import RowStates
 

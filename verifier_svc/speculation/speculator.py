@@ -28,9 +28,9 @@ from verifier_svc.speculation.gap_times import StepGaps
 from verifier_svc.speculation.lookups import Lookups
 from verifier_svc.speculation.model_yield import ModelYield
 from verifier_svc.speculation.next_trees import NextTrees
+from verifier_svc.speculation.overlap_drafting import ResidentDrafting
 from verifier_svc.speculation.overlap_policy import OverlapPolicy
 from verifier_svc.speculation.plan import DraftPlan
-from verifier_svc.speculation.resident_drafting import ResidentDrafting
 from verifier_svc.speculation.routing import AUTO, DrafterRouting
 from verifier_svc.speculation.row_state import RowStates
 from verifier_svc.speculation.tree_outcomes import TreeOutcomes

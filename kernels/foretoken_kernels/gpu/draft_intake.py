@@ -13,7 +13,7 @@ import triton.language as tl
 
 from foretoken_kernels.gpu import draft_tree_state as state
 from foretoken_kernels.gpu.draft_intake_state import DraftSeats, IntakeRows, TakenStep
-from foretoken_kernels.resident_state import NO_SLOT, StepResults
+from foretoken_kernels.overlap_state import NO_SLOT, StepResults
 
 _LENGTH = tl.constexpr(state.LENGTH)
 _MAX_NODES = tl.constexpr(state.MAX_NODES)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foretoken_kernels.resident_state import StepRows
+from foretoken_kernels.overlap_state import StepRows
 from foretoken_kernels.sampler_state import FINISH_BROKEN, FINISH_LENGTH, FINISH_NONE, WalkTensors
 
 _NONE = tl.constexpr(FINISH_NONE)
@@ -67,7 +67,7 @@ def _force_walk(rows, walk, owed, mean, max_walked, NODES: tl.constexpr):
 def force_walk(rows: StepRows, walk: WalkTensors, owed: torch.Tensor, mean: float, max_width: int) -> None:
     """Replace the walks of trees, except broken ones.
 
-    reference_resident.force_walk_reference defines it.
+    reference_overlap.force_walk_reference defines it.
 
     Args:
         owed: float32 [seats]; the fraction of a token that past steps still owe; kept from step to

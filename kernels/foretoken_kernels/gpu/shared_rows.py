@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foretoken_kernels.resident_state import (
+from foretoken_kernels.overlap_state import (
     FAIRNESS,
     MOST_FAIRNESS,
     RATE_STEPS,
@@ -107,7 +107,7 @@ def share_rows(
     num_rows: int,
     max_width: int,
 ) -> None:
-    """Write ``row_starts`` and its copy; reference_resident.share_rows_reference defines it.
+    """Write ``row_starts`` and its copy; reference_overlap.share_rows_reference defines it.
 
     Each seat with a width gets a row for its root. The other rows go to the nodes of the best scores, whatever
     seat they are of; a sequence that was slower than the others so far counts more. A seat's nodes get their

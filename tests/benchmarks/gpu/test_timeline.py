@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from foretoken_kernels.gpu import resident_rows
+from foretoken_kernels.gpu import overlap_rows
 
 from benchmarks.gpu.timeline import STEP_KERNEL, DeviceSpan, Share, TraceError, spans_of, timeline_of
 
@@ -30,7 +30,7 @@ def steps(count: int, *, gap: float = 6.0) -> list[DeviceSpan]:
 
 
 def test_the_kernel_that_begins_a_step_has_this_name() -> None:
-    assert hasattr(resident_rows, STEP_KERNEL)
+    assert hasattr(overlap_rows, STEP_KERNEL)
 
 
 def test_what_occupies_the_gpu_is_read_from_a_trace() -> None:

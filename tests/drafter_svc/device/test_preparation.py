@@ -14,7 +14,7 @@ from drafter_svc.device import resident_draft
 from drafter_svc.device.levels import TreeShape
 from foretoken.drafting import TreeLimits
 from tests.drafter_svc.device.test_resident_draft import check_run, make, on
-from tests.support.resident_play import NUM_BLOCKS, SEATS, Play, Text
+from tests.support.overlap_play import NUM_BLOCKS, SEATS, Play, Text
 
 TREES = TreeLimits(1, 1), TreeLimits(2, 2)
 # Numbers of seats; with and without a filter; table widths.

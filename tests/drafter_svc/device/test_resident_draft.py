@@ -23,7 +23,7 @@ from foretoken.errors import PreconditionError
 from foretoken.kv_cache import KVCache
 from foretoken.models.backend import Backend
 from foretoken.models.device_journal import DeviceJournal
-from foretoken.resident import ResidentLayout, ResidentMemory
+from foretoken.overlap_memory import ResidentLayout, ResidentMemory
 from tests.references.head_files import (
     HIDDEN,
     NUM_LAYERS,
@@ -34,8 +34,8 @@ from tests.references.head_files import (
     random_target,
     write_folder,
 )
+from tests.support.overlap_play import NODES, NUM_BLOCKS, SEATS, TOKENS, Play, Text, Tree, assert_same, trees_of
 from tests.support.paged_draft import Row, request_of, target_info
-from tests.support.resident_play import NODES, NUM_BLOCKS, SEATS, TOKENS, Play, Text, Tree, assert_same, trees_of
 from tests.support.tiny_checkpoint import save_llama
 
 KINDS = ["EAGLE", "EAGLE3", "MTP", "STANDALONE"]

@@ -10,7 +10,7 @@ import pytest
 
 from drafter_svc.device import resident_draft
 from tests.drafter_svc.device.test_resident_draft import KINDS, make, on
-from tests.support.resident_play import Play, Text, Tree, assert_same
+from tests.support.overlap_play import Play, Text, Tree, assert_same
 
 # The tree of an empty seat.
 EMPTY: Tree = ([0], [-1], [0.0])

@@ -13,7 +13,7 @@ from foretoken_kernels.gpu.tree_attention import _num_splits, _tile, attention_w
 
 from drafter_svc.device.usual_drafts import PROMPT_WIDTHS, UsualDraft, prompt_sizes, usual_drafts
 from foretoken.drafting import TreeLimits
-from foretoken.resident import ResidentLayout
+from foretoken.overlap_memory import ResidentLayout
 from foretoken.transports.draft_wire import target_from_proto, target_to_proto
 from tests.support.paged_draft import target_info
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
-from foretoken.resident import ResidentLayout, ResidentMemory
+from foretoken.overlap_memory import ResidentLayout, ResidentMemory
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.engine_harness import Request, Result, TestSource
 from tests.support.oracle_drafter import OracleDrafter
@@ -32,7 +32,7 @@ from tests.support.runs import (
 )
 from tests.support.scripted_drafter import ScriptedDrafter
 from tests.verifier_svc.drafters.test_device_offer import EPOCH, LAYOUT, LONG_S, attached, client_of, process_at, until
-from verifier_svc import overlap as run_ahead
+from verifier_svc import overlap
 from verifier_svc.drafters import attachment as attachments
 from verifier_svc.drafters.attachment import AttachmentSettings
 from verifier_svc.drafters.deadline import Deadline
@@ -53,7 +53,7 @@ ODD: dict[str, Callable[[Request], Request]] = {
 
 @pytest.fixture(autouse=True)
 def _no_runs_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_ahead, "_PAGES_AHEAD", 0)
+    monkeypatch.setattr(overlap, "_PAGES_AHEAD", 0)
     keep_masked_steps_ordinary(monkeypatch)
 
 

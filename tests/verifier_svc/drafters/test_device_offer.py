@@ -15,12 +15,12 @@ import torch
 
 from foretoken.drafting import DeviceStep, DrafterNeeds, TargetInfo
 from foretoken.models.backend import CPU, Backend
-from foretoken.resident import ResidentLayout, ResidentMemory
+from foretoken.overlap_memory import ResidentLayout, ResidentMemory
 from foretoken.transports.transport import DraftTransport, TransportClosedError
 from tests.support.draft_requests import draft_request
 from tests.support.environment import child_environment
 from tests.support.mirror_drafter import MirrorDrafter
-from tests.support.resident_drafter import DEVICE, NUM_DRAFTED, NUM_KINDS, ResidentDrafter
+from tests.support.overlap_drafter import DEVICE, NUM_DRAFTED, NUM_KINDS, ResidentDrafter
 from verifier_svc.config import DrafterEndpoint
 from verifier_svc.drafters.device_offer import ResidentOffer
 from verifier_svc.drafters.in_process import InProcessClient
@@ -48,7 +48,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def process_at(address: str, module: str = "tests.support.resident_drafter") -> Iterator[subprocess.Popen[bytes]]:
+def process_at(address: str, module: str = "tests.support.overlap_drafter") -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-m", module, address], env=child_environment())
     yield process
     process.kill()

@@ -35,7 +35,7 @@ from verifier_svc.speculation.gap_times import FIRST_GAP_S, GapTimes, StepGaps
 from verifier_svc.speculation.gate import LONGEST_PAUSE
 from verifier_svc.speculation.lookups import RAREST_TRY, TRY_EVERY
 from verifier_svc.speculation.model_yield import FIRST_EVERY, FIRST_ROWS, LATER_EVERY, ModelYield
-from verifier_svc.speculation.resident_drafting import ResidentDrafting
+from verifier_svc.speculation.overlap_drafting import ResidentDrafting
 
 NUM_TOKENS = 300
 MODEL, QUICK = 1, 2

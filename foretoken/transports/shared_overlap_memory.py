@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.overlap_memory import ResidentLayout, ResidentMemory, StreamOrder
 from foretoken.transports.arena_layout import SIZE_SEALS, map_memory, new_memory, seal
 from foretoken.transports.cuda_memory import CudaMemory
 from foretoken.transports.flag_words import EVERY_STEP, FLAG_BYTES, CudaOrder, FlagWords, HostOrder

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
+from verifier_svc.overlap_runs import RunAhead
 from verifier_svc.overlap_step import ResidentStep
-from verifier_svc.run_ahead import RunAhead
 from verifier_svc.speculation.speculator import Speculator
 
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foretoken_kernels.resident_state import NO_NODE, NO_SLOT, DraftedTrees, Seats, StepRows
+from foretoken_kernels.overlap_state import NO_NODE, NO_SLOT, DraftedTrees, Seats, StepRows
 
 _NO_SLOT = tl.constexpr(NO_SLOT)
 _NO_NODE = tl.constexpr(NO_NODE)
@@ -127,7 +127,7 @@ def lay_out_rows(
     max_width: int,
     max_depth: int,
 ) -> None:
-    """Fill ``rows`` except ``row_starts``; reference_resident.lay_out_rows_reference defines it.
+    """Fill ``rows`` except ``row_starts``; reference_overlap.lay_out_rows_reference defines it.
 
     A seat's tree is the one that was found for it, if there is one, else the drafted one. A tree
     without the seats' step as its stamp, one that was drafted before the sequence joined, an

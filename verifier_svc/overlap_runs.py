@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from itertools import product
 from typing import TYPE_CHECKING
 
-from foretoken.resident import ResidentMemory, StreamOrder
+from foretoken.overlap_memory import ResidentMemory, StreamOrder
 from verifier_svc.drafters.attachment import Attachment
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.step_deadlines import StepDeadlines
@@ -15,8 +15,8 @@ from verifier_svc.lifecycle import Lifecycle
 from verifier_svc.overlap import Messages, OverlappedRun
 from verifier_svc.overlap_sizes import ShapeRows, rows_of_shapes
 from verifier_svc.scheduling.scheduler import Scheduler
+from verifier_svc.speculation.overlap_drafting import ResidentDrafting
 from verifier_svc.speculation.overlap_policy import OverlapBlock
-from verifier_svc.speculation.resident_drafting import ResidentDrafting
 from verifier_svc.speculation.speculator import Speculator
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from foretoken.drafting import RAGGED_COLUMNS, ROW_DTYPE, DeviceStep, DraftRequest
-from foretoken.resident import ResidentMemory, StreamOrder
+from foretoken.overlap_memory import ResidentMemory, StreamOrder
 from verifier_svc.drafters.attachment import Attachment
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import NO_DRAFT, DraftRow, Shape, record_of, request_of
+from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT, Seat
 from verifier_svc.scheduling.draft import DrafterShare
-from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.controllers import DrafterController
 from verifier_svc.speculation.costs import DraftCosts

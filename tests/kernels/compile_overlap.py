@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import triton
-from foretoken_kernels.gpu import forced_walk, resident_results, resident_rows, resident_seats, shared_rows
-from foretoken_kernels.resident_state import DraftedTrees, Joining, Seats, StepResults, StepRows
+from foretoken_kernels.gpu import forced_walk, overlap_joins, overlap_results, overlap_rows, shared_rows
+from foretoken_kernels.overlap_state import DraftedTrees, Joining, Seats, StepResults, StepRows
 from foretoken_kernels.sampler_state import WalkTensors
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -41,7 +41,7 @@ def compile_all() -> None:
     rows = {"seats": SEATS, "drafted": TREES, "found": TREES, "block_tables": "*i32", "rows": ROWS} | sizes
     for nodes, words, warps in ((2, 1, 1), (32, 1, 1), (64, 1, 4), (128, 2, 4)):
         constants = {"BLOCK_SIZE": 16, "WORDS": words, "PADDED_WORDS": words, "NODES": nodes}
-        compile_kernel(resident_rows._lay_out_rows, rows, constants, warps)
+        compile_kernel(overlap_rows._lay_out_rows, rows, constants, warps)
         forced = {"rows": ROWS, "walk": WALK, "owed": "*fp32", "mean": "fp32", "max_walked": "i32"}
         compile_kernel(forced_walk._force_walk, forced, {"NODES": nodes}, 1)
     shared = {"seats": SEATS, "drafted": TREES, "found": TREES, "scores": "*fp32"}
@@ -51,10 +51,10 @@ def compile_all() -> None:
         compile_kernel(shared_rows._share_rows, shared, {"SEATS": seats, "NODES": nodes, "STEPS": 256, "BITS": 12}, 8)
     step = {"rows": ROWS, "walk": WALK, "results": RESULTS}
     advance = {"seats": SEATS} | step | {"max_walked": "i32", "most": "i32"}
-    compile_kernel(resident_results._advance_seats, advance, {"TOKENS": 8, "RATE_STEPS": 64}, 1)
+    compile_kernel(overlap_results._advance_seats, advance, {"TOKENS": 8, "RATE_STEPS": 64}, 1)
     gather = {"features": "*bf16"} | step
     gather |= dict.fromkeys(("num_rows", "max_walked", "most", "width", "stride"), "i32")
-    compile_kernel(resident_results._gather_hidden, gather, {"BLOCK": 2048}, 4)
+    compile_kernel(overlap_results._gather_hidden, gather, {"BLOCK": 2048}, 4)
     joining = {"seats": SEATS, "joining": Joining(*["*i32"] * 7), "num_seats": "i32"}
-    compile_kernel(resident_seats._join_seats, joining, {"BLOCK": 128}, 4)
-    compile_kernel(resident_results._finish_step, {"seats": SEATS, "results": RESULTS}, {}, 1)
+    compile_kernel(overlap_joins._join_seats, joining, {"BLOCK": 128}, 4)
+    compile_kernel(overlap_results._finish_step, {"seats": SEATS, "results": RESULTS}, {}, 1)

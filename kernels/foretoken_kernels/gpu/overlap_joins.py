@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken_kernels.resident_state import Joining, Seats
+from foretoken_kernels.overlap_state import Joining, Seats
 
 _BLOCK = 128
 
@@ -25,6 +25,6 @@ def _join_seats(seats, joining, num_seats, BLOCK: tl.constexpr):
 
 
 def join_seats(seats: Seats, joining: Joining) -> None:
-    """Seat the sequences that join; reference_resident.join_seats_reference defines it."""
+    """Seat the sequences that join; reference_overlap.join_seats_reference defines it."""
     num_seats = len(joining.joins)
     _join_seats[(triton.cdiv(num_seats, _BLOCK),)](seats, joining, num_seats, BLOCK=_BLOCK, num_warps=4)

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foretoken_kernels.resident_state import RATE_STEPS, Seats, StepResults, StepRows
+from foretoken_kernels.overlap_state import RATE_STEPS, Seats, StepResults, StepRows
 from foretoken_kernels.sampler_state import FINISH_NONE, WalkTensors
 
 _COPY_BLOCK = 2048
@@ -77,7 +77,7 @@ def _finish_step(seats, results):
 
 
 def advance_seats(seats: Seats, rows: StepRows, walk: WalkTensors, results: StepResults) -> None:
-    """Commit what the walk emitted; reference_resident.advance_seats_reference defines it.
+    """Commit what the walk emitted; reference_overlap.advance_seats_reference defines it.
 
     The ``walk`` of an empty seat is cleared. No tree is deeper than results have room for
     (``max_depth`` of lay_out_rows).

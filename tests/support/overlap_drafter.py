@@ -15,7 +15,7 @@ from drafter_svc.config import DrafterSettings
 from drafter_svc.server import serve
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.models.target_weights import TargetWeights
-from foretoken.resident import ResidentMemory, StreamOrder
+from foretoken.overlap_memory import ResidentMemory, StreamOrder
 from tests.support.draft_requests import draft_batch
 from tests.support.mirror_drafter import MirrorDrafter
 

@@ -12,13 +12,13 @@ import foretoken_kernels
 import numpy as np
 import pytest
 import torch
-from foretoken_kernels import reference_resident as reference
+from foretoken_kernels import reference_overlap as reference
 from foretoken_kernels.gpu.forced_walk import force_walk
-from foretoken_kernels.gpu.resident_results import advance_seats, finish_step, gather_hidden
-from foretoken_kernels.gpu.resident_rows import lay_out_rows
-from foretoken_kernels.gpu.resident_seats import join_seats
+from foretoken_kernels.gpu.overlap_joins import join_seats
+from foretoken_kernels.gpu.overlap_results import advance_seats, finish_step, gather_hidden
+from foretoken_kernels.gpu.overlap_rows import lay_out_rows
 from foretoken_kernels.gpu.shared_rows import share_rows
-from foretoken_kernels.resident_state import DraftedTrees, Joining, Seats, StepResults, StepRows, new_seats
+from foretoken_kernels.overlap_state import DraftedTrees, Joining, Seats, StepResults, StepRows, new_seats
 from foretoken_kernels.sampler_state import (
     FINISH_BROKEN,
     FINISH_LENGTH,
@@ -409,7 +409,7 @@ def test_nobody_sits_at_first(device: str) -> None:
 def test_kernels_compile_without_a_gpu() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [str(Path(__file__).parents[2]), str(Path(foretoken_kernels.__file__).parents[1])]
-    command = "from tests.kernels.compile_resident import compile_all; compile_all()"
+    command = "from tests.kernels.compile_overlap import compile_all; compile_all()"
     result = subprocess.run(
         [sys.executable, "-c", command],
         env=environment | {"PYTHONPATH": os.pathsep.join(paths)},

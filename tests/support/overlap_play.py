@@ -12,7 +12,7 @@ import torch
 from drafter_svc.device.resident_draft import ResidentDraft
 from drafter_svc.model.drafter import ModelDrafter
 from foretoken.drafting import DeviceStep, DraftBatch, DraftRequest
-from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.overlap_memory import ResidentLayout, ResidentMemory, StreamOrder
 from tests.support.paged_draft import BLOCK, Row, feature, request_of
 
 # Tokens of one step at most, nodes of a tree, sequences of a step.

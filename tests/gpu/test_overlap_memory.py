@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from foretoken.models.backend import Backend, device_of, device_uuid
-from foretoken.resident import ResidentLayout, ResidentMemory
-from foretoken.transports.resident_share import ResidentShare
+from foretoken.overlap_memory import ResidentLayout, ResidentMemory
+from foretoken.transports.shared_overlap_memory import ResidentShare
 from tests.support.environment import child_environment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(40)]

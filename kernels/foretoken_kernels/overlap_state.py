@@ -1,7 +1,7 @@
 """Tensors that an overlapped step keeps on the device: its sequences, their trees, their results.
 
 A *seat* is a sequence's batch row in such steps, which it keeps from the step in which it joins to
-its end. reference_resident.py defines the operations.
+its end. reference_overlap.py defines the operations.
 """
 
 from __future__ import annotations

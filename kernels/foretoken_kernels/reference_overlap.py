@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from foretoken_kernels.resident_state import (
+from foretoken_kernels.overlap_state import (
     FAIRNESS,
     MOST_FAIRNESS,
     NO_NODE,
@@ -23,7 +23,7 @@ from foretoken_kernels.sampler_state import FINISH_BROKEN, FINISH_LENGTH, FINISH
 
 
 def join_seats_reference(seats: Seats, joining: Joining) -> None:
-    """Define gpu.resident_seats.join_seats: seat the sequences that join."""
+    """Define gpu.overlap_joins.join_seats: seat the sequences that join."""
     for seat in joining.joins.nonzero()[:, 0].tolist():
         for name in Joining._fields[1:]:
             getattr(seats, name)[seat] = getattr(joining, name)[seat]
@@ -84,7 +84,7 @@ def lay_out_rows_reference(
     vocab_size: int,
     max_depth: int,
 ) -> None:
-    """Define gpu.resident_rows.lay_out_rows: lay out each seat's root and tree as rows."""
+    """Define gpu.overlap_rows.lay_out_rows: lay out each seat's root and tree as rows."""
     num_seats = len(rows.tree_starts)
     step = int(seats.step[0])
     for seat in range(num_seats):
@@ -165,7 +165,7 @@ def force_walk_reference(rows: StepRows, walk: WalkTensors, owed: torch.Tensor, 
 
 
 def advance_seats_reference(seats: Seats, rows: StepRows, walk: WalkTensors, results: StepResults) -> None:
-    """Define gpu.resident_results.advance_seats: commit what the walk emitted."""
+    """Define gpu.overlap_results.advance_seats: commit what the walk emitted."""
     most = results.new_tokens.shape[1]
     for seat in range(len(rows.num_nodes)):
         if int(rows.num_nodes[seat]) == 0:
@@ -188,7 +188,7 @@ def advance_seats_reference(seats: Seats, rows: StepRows, walk: WalkTensors, res
 
 
 def gather_hidden_reference(features: torch.Tensor, rows: StepRows, walk: WalkTensors, results: StepResults) -> None:
-    """Define gpu.resident_results.gather_hidden: copy the committed tokens' hidden states."""
+    """Define gpu.overlap_results.gather_hidden: copy the committed tokens' hidden states."""
     most = results.new_tokens.shape[1]
     for seat in range(len(rows.num_nodes)):
         for i in range(int(results.counts[seat])):
@@ -197,6 +197,6 @@ def gather_hidden_reference(features: torch.Tensor, rows: StepRows, walk: WalkTe
 
 
 def finish_step_reference(seats: Seats, results: StepResults) -> None:
-    """Define gpu.resident_results.finish_step: count the step and stamp its results."""
+    """Define gpu.overlap_results.finish_step: count the step and stamp its results."""
     seats.step.add_(1)
     results.stamp.copy_(seats.step)

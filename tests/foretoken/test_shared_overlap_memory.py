@@ -1,7 +1,7 @@
 """Device memory in the arena's hand-over: layout, descriptors, self-test and lifetime.
 
 Here GPU kernels run on a CPU: the device memory is host memory, and a stream is the thread itself.
-On a GPU: tests/gpu/test_resident_memory.py.
+On a GPU: tests/gpu/test_overlap_memory.py.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from foretoken.errors import PreconditionError, UnavailableError
 from foretoken.models.backend import Backend
 from foretoken.models.target_weights import TargetWeights
 from foretoken.models.weight_layout import RowLayout
-from foretoken.resident import ResidentLayout, ResidentMemory
+from foretoken.overlap_memory import ResidentLayout, ResidentMemory
 from foretoken.transports.arena import ArenaListener, ArenaTransport
 from foretoken.transports.arena_layout import MAX_DESCRIPTORS, ArenaHeader, ArenaLayout, RequestBuffer
 from foretoken.transports.arena_peer import ArenaPeer
 from foretoken.transports.doorbell import Waiter
 from foretoken.transports.draft_wire import needs_from_proto, needs_to_proto
 from foretoken.transports.flag_words import EVERY_STEP, FLAG_BYTES, FlagWords, HostOrder
-from foretoken.transports.resident_share import ResidentShare
+from foretoken.transports.shared_overlap_memory import ResidentShare
 from foretoken.transports.shared_weights import SharedWeights
 from foretoken.transports.transport import TransportCounters, check_request
 from tests.support.draft_requests import assert_same_request, draft_request
