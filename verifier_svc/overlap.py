@@ -47,13 +47,13 @@ from verifier_svc.drafters.step_deadlines import StepDeadlines
 from verifier_svc.lifecycle import Lifecycle
 from verifier_svc.sampling.allowed_tokens import ENDED
 from verifier_svc.scheduling.batch import Scheduled, build_batch
+from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT, Seat
 from verifier_svc.scheduling.launch_time import LaunchTime
-from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.lookups import Compared
+from verifier_svc.speculation.overlap_drafting import ResidentDrafting
 from verifier_svc.speculation.overlap_policy import OverlapBlock
-from verifier_svc.speculation.resident_drafting import ResidentDrafting
 from verifier_svc.speculation.speculator import Speculator
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from collections.abc import Sequence as Items
 import torch
 from foretoken_kernels.gpu.forced_walk import force_walk
 from foretoken_kernels.gpu.kv_commit import kv_commit
-from foretoken_kernels.gpu.resident_results import advance_seats, finish_step, gather_hidden
-from foretoken_kernels.gpu.resident_rows import lay_out_rows
+from foretoken_kernels.gpu.overlap_results import advance_seats, finish_step, gather_hidden
+from foretoken_kernels.gpu.overlap_rows import lay_out_rows
 from foretoken_kernels.gpu.shared_rows import share_rows
-from foretoken_kernels.resident_state import DraftedTrees, Seats, StepResults
+from foretoken_kernels.overlap_state import DraftedTrees, Seats, StepResults
 
 from foretoken.models.pinned_buffers import PinnedBuffers
-from foretoken.resident import ResidentMemory
+from foretoken.overlap_memory import ResidentMemory
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.overlap_stage import Stage, StepShape
 from verifier_svc.sampling.device_logprobs import LogprobNumbers, logprob_numbers

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from foretoken_kernels.gpu.resident_seats import join_seats
-from foretoken_kernels.resident_state import Joining, Seats, new_seats
+from foretoken_kernels.gpu.overlap_joins import join_seats
+from foretoken_kernels.overlap_state import Joining, Seats, new_seats
 
 from foretoken.models.pinned_buffers import PinnedBuffers, SendRing
+from verifier_svc.scheduling.batch_row import Seat
 from verifier_svc.scheduling.draft import Draft
-from verifier_svc.scheduling.resident_seat import Seat
 from verifier_svc.scheduling.sequence import Sequence
 
 

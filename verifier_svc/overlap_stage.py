@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from foretoken_kernels.resident_state import StepRows
+from foretoken_kernels.overlap_state import StepRows
 
 from foretoken.models.device_llama import ResidentPass
 from foretoken.models.pinned_buffers import FetchBuffer, PinnedBuffers, SendRing

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from foretoken_kernels.resident_state import NO_NODE
+from foretoken_kernels.overlap_state import NO_NODE
 
 from foretoken.models.batch import ForwardBatch, blank_batch
 from foretoken.models.device_batch import NARROW_BLOCKS, BatchShape
 from foretoken.models.device_llama import ResidentPass
-from foretoken.resident import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.overlap_memory import ResidentLayout, ResidentMemory, StreamOrder
 from verifier_svc.joined_prompts import JoinedSizes, WaitingPrompts
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.overlap_graphs import OverlapGraphs
@@ -39,8 +39,8 @@ from verifier_svc.sampling.allowed_tokens import TreeMasks
 from verifier_svc.sampling.device_logprobs import LogprobNumbers
 from verifier_svc.sampling.device_walker import DeviceWalker, walk_results
 from verifier_svc.sampling.verify import WalkResult, followed
+from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT, Seat, SeatResult, SeatTree
 from verifier_svc.scheduling.draft import Draft
-from verifier_svc.scheduling.resident_seat import MAX_IN_FLIGHT, Seat, SeatResult, SeatTree
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from foretoken.models.device_batch import seq_bucket, table_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.pinned_buffers import PinnedBuffers
-from foretoken.resident import ResidentMemory, StreamOrder
+from foretoken.overlap_memory import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
 # Levels of the deepest trees whose kernels are compiled at a start.

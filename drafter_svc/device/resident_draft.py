@@ -30,7 +30,7 @@ from foretoken_kernels.gpu.draft_intake_state import (
 )
 from foretoken_kernels.gpu.draft_tree_state import NUM_COLUMNS, DraftOutput
 from foretoken_kernels.gpu.embedding import copy_rows
-from foretoken_kernels.resident_state import NO_SLOT, StepResults
+from foretoken_kernels.overlap_state import NO_SLOT, StepResults
 from numpy.typing import NDArray
 
 from drafter_svc.device.levels import DeviceLevels, FoundTrees, TreePlaces, TreeShape, batch_of, write_requests
@@ -47,7 +47,7 @@ from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_journal import DeviceJournal
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.pinned_buffers import PinnedBuffers
-from foretoken.resident import ResidentMemory, StreamOrder
+from foretoken.overlap_memory import ResidentMemory, StreamOrder
 from foretoken.tree import Int32
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from foretoken_kernels.gpu.matmul_choice import ROW_BUCKETS
 from drafter_svc.trees.growth import MAX_BRANCHES
 from foretoken.drafting import TargetInfo
 from foretoken.models.device_batch import NARROW_BLOCKS, WIDE_BLOCKS, seq_bucket
-from foretoken.resident import ResidentLayout
+from foretoken.overlap_memory import ResidentLayout
 
 # Blocks of a sequence: its table has the least width, and the next. Attention has the same kernels for
 # all wider tables, so these compile what there is to compile.
