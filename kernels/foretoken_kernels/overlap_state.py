@@ -1,7 +1,7 @@
 """Tensors that an overlapped step keeps on the device: its sequences, their trees, their results.
 
-A *seat* is a sequence's batch row in such steps, which it keeps from the step in which it joins to
-its end. reference_overlap.py defines the operations.
+A sequence keeps its batch row from the step in which it joins to its end. ``batch_rows`` is their
+number. reference_overlap.py defines the operations.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ RATE_STEPS = 64
 RATE_TRUST = 8
 
 
-class Seats(NamedTuple):
-    """The sequences as the last step left them. int32 [seats], except ``step`` and ``rates``.
+class BatchState(NamedTuple):
+    """The sequences as the last step left them. int32 [batch_rows], except ``step`` and ``rates``.
 
     Attributes:
         slots: rows of the SamplerState.
         lengths: committed tokens; the last one is the root.
-        num_left: tokens that may still be emitted; 0: the sequence has ended, or the seat is empty.
+        num_left: tokens that may still be emitted; 0: the sequence has ended, or the batch row is
+            empty.
         num_outputs: output tokens.
         last_tokens: the roots.
         joined: the number of the step before the sequence's first: a tree that was drafted after
             that step, or before, was drafted for another sequence.
-        rates: float32 [seats]; tokens a step since then, most weight on the latest RATE_STEPS steps.
+        rates: float32 [batch_rows]; tokens a step since then, most weight on the latest RATE_STEPS
+            steps.
         step: int32 [1]; number of the last step.
     """
 
@@ -52,11 +54,12 @@ class Seats(NamedTuple):
 
 
 class Joining(NamedTuple):
-    """The sequences that join before a step. int32 [seats].
+    """The sequences that join before a step. int32 [batch_rows].
 
     Attributes:
-        joins: 1 for a seat that is taken now, else 0.
-        slots, lengths, num_left, num_outputs, last_tokens, joined: as in Seats, for these seats.
+        joins: 1 for a batch row that is taken now, else 0.
+        slots, lengths, num_left, num_outputs, last_tokens, joined: as in BatchState, for these
+            sequences.
     """
 
     joins: torch.Tensor
@@ -72,9 +75,9 @@ class DraftedTrees(NamedTuple):
     """Trees that a drafter wrote, or that the host sent; their contents are not trusted.
 
     Attributes:
-        stamp: int32 [1]; the trees are complete if it equals the seats' ``step``.
-        num_nodes: int32 [seats]; root included.
-        tokens, parents: int32 [seats, nodes]; a parent's index is below its child's.
+        stamp: int32 [1]; the trees are complete if it equals the batch's ``step``.
+        num_nodes: int32 [batch_rows]; root included.
+        tokens, parents: int32 [batch_rows, nodes]; a parent's index is below its child's.
     """
 
     stamp: torch.Tensor
@@ -86,20 +89,20 @@ class DraftedTrees(NamedTuple):
 class StepRows(NamedTuple):
     """The rows of one step, for the target's pass and for sampler and walk (SampleBatch). int32.
 
-    A seat's rows go from ``row_starts[seat]`` to the next seat's start. A row without a node has no
-    KV slot, sequence or context.
+    The rows of a sequence go from ``row_starts[batch_row]`` to the start of the next batch row. A
+    row without a node has no KV slot, sequence or context.
 
     Attributes:
-        row_starts: [seats + 1]; read. The host or ``share_rows`` writes it.
+        row_starts: [batch_rows + 1]; read. The host or ``share_rows`` writes it.
         token_ids, positions, slot_mapping, context_lens: [rows].
         masks: int64 [rows, words]; bits of the node and its ancestors, without the root.
-        tree_starts: [seats]; the root's logical KV slot; node i has the i-th slot after it.
-        row_seqs: [rows]; the seat, or -1.
+        tree_starts: [batch_rows]; the root's logical KV slot; node i has the i-th slot after it.
+        row_seqs: [rows]; the batch row, or -1.
         tokens, parents: [rows]; NO_NODE (-2) where there is no node; no sampled token equals it.
-        sample_positions: [seats]; position of the token that is sampled at the root.
-        num_outputs: [seats].
-        max_new: [seats]; at least 1.
-        num_nodes: [seats]; nodes of the tree; 0 in an empty seat.
+        sample_positions: [batch_rows]; position of the token that is sampled at the root.
+        num_outputs: [batch_rows].
+        max_new: [batch_rows]; at least 1.
+        num_nodes: [batch_rows]; nodes of the tree; 0 in an empty batch row.
     """
 
     row_starts: torch.Tensor
@@ -123,11 +126,11 @@ class StepResults(NamedTuple):
 
     Attributes:
         stamp: int32 [1]; the step's number, written after all other fields.
-        counts: int32 [seats]; committed tokens.
-        lengths, num_left: int32 [seats]; as in Seats, after the step.
-        new_tokens: int32 [seats, tokens]; the first ``counts`` of each.
-        hidden: [seats * tokens, width]; row ``seat * tokens + j``: the hidden state that gave token
-            j.
+        counts: int32 [batch_rows]; committed tokens.
+        lengths, num_left: int32 [batch_rows]; as in BatchState, after the step.
+        new_tokens: int32 [batch_rows, tokens]; the first ``counts`` of each.
+        hidden: [batch_rows * tokens, width]; row ``batch_row * tokens + j``: the hidden state that
+            gave token j.
     """
 
     stamp: torch.Tensor
@@ -138,11 +141,11 @@ class StepResults(NamedTuple):
     hidden: torch.Tensor
 
 
-def new_seats(num_seats: int, device: torch.device | str) -> Seats:
-    """Return empty seats; no step has run."""
+def new_batch_state(num_batch_rows: int, device: torch.device | str) -> BatchState:
+    """Return empty batch rows; no step has run."""
 
     def zeros(name: str) -> torch.Tensor:
         dtype = torch.float32 if name == "rates" else torch.int32
-        return torch.zeros(1 if name == "step" else num_seats, dtype=dtype, device=device)
+        return torch.zeros(1 if name == "step" else num_batch_rows, dtype=dtype, device=device)
 
-    return Seats(**{name: zeros(name) for name in Seats._fields})
+    return BatchState(**{name: zeros(name) for name in BatchState._fields})

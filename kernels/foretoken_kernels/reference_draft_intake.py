@@ -1,4 +1,4 @@
-"""Define gpu/draft_intake in plain Python, one batch row (seat) at a time.
+"""Define gpu/draft_intake in plain Python, one batch row at a time.
 
 The functions have the same names and tensors (gpu/draft_intake_state, which does not import
 Triton). They run on any device, slowly.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 
 from foretoken_kernels.gpu import draft_tree_state as state
-from foretoken_kernels.gpu.draft_intake_state import DraftSeats, IntakeRows, TakenStep
+from foretoken_kernels.gpu.draft_intake_state import DraftBatchState, IntakeRows, TakenStep
 from foretoken_kernels.overlap_state import NO_SLOT, StepResults
 
 
 def take_step(
     results: StepResults,
-    seats: DraftSeats,
+    batch: DraftBatchState,
     rows: IntakeRows,
     taken: TakenStep,
     *,
@@ -28,17 +28,17 @@ def take_step(
     for tensor in (rows.token_ids, rows.positions, rows.context_lens, *taken):
         tensor.zero_()
     rows.slot_mapping.fill_(NO_SLOT)
-    is_expected = int(results.stamp) == int(seats.number)
-    for seat, wanted in enumerate(seats.max_nodes.tolist()):
-        request, table = seats.requests[seat], seats.block_tables[seat].tolist()
-        count, length = int(results.counts[seat]), int(results.lengths[seat])
-        first = seat * most
-        rows.logit_rows[seat], taken.lengths[seat], request[state.MAX_NODES] = first, length, 0
+    is_expected = int(results.stamp) == int(batch.number)
+    for batch_row, wanted in enumerate(batch.max_nodes.tolist()):
+        request, table = batch.requests[batch_row], batch.block_tables[batch_row].tolist()
+        count, length = int(results.counts[batch_row]), int(results.lengths[batch_row])
+        first = batch_row * most
+        rows.logit_rows[batch_row], taken.lengths[batch_row], request[state.MAX_NODES] = first, length, 0
         if not is_expected or not 0 < count <= most:
             continue
-        tokens = results.new_tokens[seat, :count].tolist()
-        taken.counts[seat], request[state.ROOT_TOKEN] = count, tokens[-1]
-        taken.tokens[seat, :count] = results.new_tokens[seat, :count]
+        tokens = results.new_tokens[batch_row, :count].tolist()
+        taken.counts[batch_row], request[state.ROOT_TOKEN] = count, tokens[-1]
+        taken.tokens[batch_row, :count] = results.new_tokens[batch_row, :count]
         if not 0 < length <= num_blocks * block_size or length - count != int(request[state.LENGTH]):
             continue
         positions = range(length - count, length)
@@ -51,8 +51,8 @@ def take_step(
         for j, (token, position, slot) in enumerate(zip(tokens, positions, slots, strict=True)):
             rows.token_ids[first + j], rows.positions[first + j] = token, position
             rows.slot_mapping[first + j], rows.context_lens[first + j] = slot, position + 1
-        rows.logit_rows[seat], taken.is_written[seat] = first + count - 1, 1
-        request[state.MAX_NODES] = min(wanted, max(int(results.num_left[seat]), 0))
+        rows.logit_rows[batch_row], taken.is_written[batch_row] = first + count - 1, 1
+        request[state.MAX_NODES] = min(wanted, max(int(results.num_left[batch_row]), 0))
 
 
 def stamp_draft(number: torch.Tensor, draft_stamp: torch.Tensor) -> None:

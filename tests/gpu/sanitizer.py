@@ -29,7 +29,7 @@ CASES = (
     "test_gpu_walk.py::test_steps_commit_what_the_verifier_commits[0]",
     "test_gpu_walk.py::test_garbage_stays_inside_its_tensors",
     "test_gpu_overlap.py::test_rows[widths3-140-3-0]",
-    "test_gpu_overlap.py::test_the_best_nodes_of_all_seats_get_the_rows",
+    "test_gpu_overlap.py::test_the_best_nodes_of_the_batch_get_the_rows",
     "test_gpu_overlap.py::test_sequences_that_join[150]",
     "test_gpu_overlap.py::test_an_unsound_tree_is_a_root",
     "test_gpu_overlap.py::test_results[0]",

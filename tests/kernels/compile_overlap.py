@@ -6,12 +6,12 @@ from typing import Any
 
 import triton
 from foretoken_kernels.gpu import forced_walk, overlap_joins, overlap_results, overlap_rows, shared_rows
-from foretoken_kernels.overlap_state import DraftedTrees, Joining, Seats, StepResults, StepRows
+from foretoken_kernels.overlap_state import BatchState, DraftedTrees, Joining, StepResults, StepRows
 from foretoken_kernels.sampler_state import WalkTensors
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-SEATS, TREES = Seats(*["*i32"] * 6, "*fp32", "*i32"), DraftedTrees(*["*i32"] * 4)
+BATCH, TREES = BatchState(*["*i32"] * 6, "*fp32", "*i32"), DraftedTrees(*["*i32"] * 4)
 ROWS = StepRows(*["*i32"] * 5, "*i64", *["*i32"] * 8)
 WALK, RESULTS = WalkTensors(*["*i32"] * 8), StepResults(*["*i32"] * 5, "*bf16")
 
@@ -38,23 +38,25 @@ def compile_all() -> None:
         ),
         "i32",
     )
-    rows = {"seats": SEATS, "drafted": TREES, "found": TREES, "block_tables": "*i32", "rows": ROWS} | sizes
+    rows = {"batch": BATCH, "drafted": TREES, "found": TREES, "block_tables": "*i32", "rows": ROWS} | sizes
     for nodes, words, warps in ((2, 1, 1), (32, 1, 1), (64, 1, 4), (128, 2, 4)):
         constants = {"BLOCK_SIZE": 16, "WORDS": words, "PADDED_WORDS": words, "NODES": nodes}
         compile_kernel(overlap_rows._lay_out_rows, rows, constants, warps)
         forced = {"rows": ROWS, "walk": WALK, "owed": "*fp32", "mean": "fp32", "max_walked": "i32"}
         compile_kernel(forced_walk._force_walk, forced, {"NODES": nodes}, 1)
-    shared = {"seats": SEATS, "drafted": TREES, "found": TREES, "scores": "*fp32"}
+    shared = {"batch": BATCH, "drafted": TREES, "found": TREES, "scores": "*fp32"}
     shared |= dict.fromkeys(("widths", "row_starts", "walk_starts"), "*i32")
-    shared |= dict.fromkeys(("num_seats", "num_rows", "stride"), "i32")
-    for seats, nodes in ((2, 2), (256, 8), (512, 64)):
-        compile_kernel(shared_rows._share_rows, shared, {"SEATS": seats, "NODES": nodes, "STEPS": 256, "BITS": 12}, 8)
+    shared |= dict.fromkeys(("num_batch_rows", "num_rows", "stride"), "i32")
+    for size, nodes in ((2, 2), (256, 8), (512, 64)):
+        compile_kernel(
+            shared_rows._share_rows, shared, {"BATCH_ROWS": size, "NODES": nodes, "STEPS": 256, "BITS": 12}, 8
+        )
     step = {"rows": ROWS, "walk": WALK, "results": RESULTS}
-    advance = {"seats": SEATS} | step | {"max_walked": "i32", "most": "i32"}
-    compile_kernel(overlap_results._advance_seats, advance, {"TOKENS": 8, "RATE_STEPS": 64}, 1)
+    advance = {"batch": BATCH} | step | {"max_walked": "i32", "most": "i32"}
+    compile_kernel(overlap_results._advance_batch, advance, {"TOKENS": 8, "RATE_STEPS": 64}, 1)
     gather = {"features": "*bf16"} | step
     gather |= dict.fromkeys(("num_rows", "max_walked", "most", "width", "stride"), "i32")
     compile_kernel(overlap_results._gather_hidden, gather, {"BLOCK": 2048}, 4)
-    joining = {"seats": SEATS, "joining": Joining(*["*i32"] * 7), "num_seats": "i32"}
-    compile_kernel(overlap_joins._join_seats, joining, {"BLOCK": 128}, 4)
-    compile_kernel(overlap_results._finish_step, {"seats": SEATS, "results": RESULTS}, {}, 1)
+    joining = {"batch": BATCH, "joining": Joining(*["*i32"] * 7), "num_batch_rows": "i32"}
+    compile_kernel(overlap_joins._join_batch, joining, {"BLOCK": 128}, 4)
+    compile_kernel(overlap_results._finish_step, {"batch": BATCH, "results": RESULTS}, {}, 1)

@@ -9,39 +9,39 @@ import torch
 from foretoken_kernels import reference_draft_intake as reference
 from foretoken_kernels.gpu import draft_intake as gpu
 from foretoken_kernels.gpu import draft_tree_state as state
-from foretoken_kernels.gpu.draft_intake_state import NO_LENGTH, DraftSeats, IntakeRows, TakenStep
+from foretoken_kernels.gpu.draft_intake_state import NO_LENGTH, DraftBatchState, IntakeRows, TakenStep
 from foretoken_kernels.overlap_state import StepResults
 
 BLOCK, BLOCKS, SLOTS = 4, 6, 160
-SEATS, TOKENS = 5, 3
+BATCH_ROWS, TOKENS = 5, 3
 NUMBER = 7
 
 
 class Intake:
-    """A step's and a drafter's tensors: seat i has 4 + i tokens, and one block more than needed."""
+    """A step's and a drafter's tensors: batch row i has 4 + i tokens, and one block more than needed."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
         counts = torch.tensor([1, 3, 2, 3, 0], dtype=torch.int32)
-        before = 4 + torch.arange(SEATS, dtype=torch.int32)
-        # One seat more than the drafter has.
+        before = 4 + torch.arange(BATCH_ROWS, dtype=torch.int32)
+        # One batch row more than the drafter has.
         self.results = StepResults(
             stamp=torch.tensor([NUMBER], dtype=torch.int32),
             counts=torch.cat([counts, counts[:1]]),
             lengths=torch.cat([before + counts, before[:1]]),
             num_left=torch.tensor([50, 4, 0, 1, 9, 9], dtype=torch.int32),
-            new_tokens=torch.randint(0, 1000, (SEATS + 1, TOKENS), generator=generator, dtype=torch.int32),
+            new_tokens=torch.randint(0, 1000, (BATCH_ROWS + 1, TOKENS), generator=generator, dtype=torch.int32),
             hidden=torch.zeros((0, 0)),
         )
-        requests = torch.randint(0, 9, (SEATS, state.NUM_COLUMNS), generator=generator, dtype=torch.int32)
+        requests = torch.randint(0, 9, (BATCH_ROWS, state.NUM_COLUMNS), generator=generator, dtype=torch.int32)
         requests[:, state.LENGTH] = before
-        tables = torch.randperm(SLOTS // BLOCK, generator=generator)[: SEATS * (BLOCKS + 1)].int()
-        self.seats = DraftSeats(
+        tables = torch.randperm(SLOTS // BLOCK, generator=generator)[: BATCH_ROWS * (BLOCKS + 1)].int()
+        self.batch = DraftBatchState(
             number=torch.tensor([NUMBER], dtype=torch.int32),
-            max_nodes=torch.full((SEATS,), 8, dtype=torch.int32),
+            max_nodes=torch.full((BATCH_ROWS,), 8, dtype=torch.int32),
             requests=requests,
             # The last column holds the tree's block.
-            block_tables=tables.reshape(SEATS, BLOCKS + 1).contiguous(),
+            block_tables=tables.reshape(BATCH_ROWS, BLOCKS + 1).contiguous(),
         )
 
     def run(self, functions: Any, device: str) -> tuple[IntakeRows, TakenStep, torch.Tensor]:
@@ -50,15 +50,15 @@ class Intake:
         def garbage(*shape: int) -> torch.Tensor:
             return torch.full(shape, 77, dtype=torch.int32, device=device)
 
-        rows = IntakeRows(*(garbage(SEATS * TOKENS) for _ in range(4)), garbage(SEATS))
-        taken = TakenStep(garbage(SEATS), garbage(SEATS), garbage(SEATS), garbage(SEATS, TOKENS))
+        rows = IntakeRows(*(garbage(BATCH_ROWS * TOKENS) for _ in range(4)), garbage(BATCH_ROWS))
+        taken = TakenStep(garbage(BATCH_ROWS), garbage(BATCH_ROWS), garbage(BATCH_ROWS), garbage(BATCH_ROWS, TOKENS))
         results = StepResults(*(tensor.to(device) for tensor in self.results))
-        seats = DraftSeats(*(tensor.clone().to(device) for tensor in self.seats))
-        functions.take_step(results, seats, rows, taken, num_blocks=BLOCKS, block_size=BLOCK, num_slots=SLOTS)
+        batch = DraftBatchState(*(tensor.clone().to(device) for tensor in self.batch))
+        functions.take_step(results, batch, rows, taken, num_blocks=BLOCKS, block_size=BLOCK, num_slots=SLOTS)
         return (
             IntakeRows(*(tensor.cpu() for tensor in rows)),
             TakenStep(*(tensor.cpu() for tensor in taken)),
-            seats.requests.cpu(),
+            batch.requests.cpu(),
         )
 
     def check(self, device: str) -> tuple[IntakeRows, TakenStep, torch.Tensor]:
@@ -75,13 +75,13 @@ class Intake:
 def test_a_step_becomes_rows_and_wishes(device: str) -> None:
     intake = Intake()
     rows, taken, requests = intake.check(device)
-    # Seat 1 has 5 tokens, and three new ones at positions 5, 6 and 7.
-    table = intake.seats.block_tables[1].tolist()
+    # Batch row 1 has 5 tokens, and three new ones at positions 5, 6 and 7.
+    table = intake.batch.block_tables[1].tolist()
     assert rows.positions[3:6].tolist() == [5, 6, 7]
     assert rows.slot_mapping[3:6].tolist() == [table[1] * BLOCK + i for i in (1, 2, 3)]
     assert rows.context_lens[3:6].tolist() == [6, 7, 8]
     assert rows.token_ids[3:6].tolist() == intake.results.new_tokens[1].tolist()
-    # Seat 0 has one new token.
+    # Batch row 0 has one new token.
     assert rows.slot_mapping[1:3].tolist() == [-1, -1] and rows.context_lens[:3].tolist() == [5, 0, 0]
     assert rows.logit_rows.tolist() == [0, 5, 7, 11, 12]
     assert requests[:, state.MAX_NODES].tolist() == [8, 4, 0, 1, 0]
@@ -90,11 +90,11 @@ def test_a_step_becomes_rows_and_wishes(device: str) -> None:
     assert taken.is_written.tolist() == [1, 1, 1, 1, 0]
 
 
-def test_a_seat_that_reports_alone(device: str) -> None:
+def test_a_sequence_that_only_reports(device: str) -> None:
     intake = Intake()
-    intake.seats.max_nodes[1] = 0
-    intake.seats.block_tables[1] = -1
-    intake.seats.max_nodes[2], intake.seats.requests[2, state.LENGTH] = 0, NO_LENGTH
+    intake.batch.max_nodes[1] = 0
+    intake.batch.block_tables[1] = -1
+    intake.batch.max_nodes[2], intake.batch.requests[2, state.LENGTH] = 0, NO_LENGTH
     rows, taken, requests = intake.check(device)
     assert rows.slot_mapping[3:9].tolist() == [-1] * 6
     assert taken.counts.tolist() == [1, 3, 2, 3, 0] and taken.is_written.tolist() == [1, 0, 0, 1, 0]
@@ -109,13 +109,13 @@ def test_another_step_is_not_taken(device: str) -> None:
     assert not taken.counts.any() and (rows.slot_mapping == -1).all() and not rows.context_lens.any()
     assert not requests[:, state.MAX_NODES].any()
     kept = [state.LENGTH, state.ROOT_TOKEN]
-    assert requests[:, kept].tolist() == intake.seats.requests[:, kept].tolist()
+    assert requests[:, kept].tolist() == intake.batch.requests[:, kept].tolist()
 
 
-def test_a_missing_block_ends_the_seat(device: str) -> None:
+def test_a_missing_block_ends_the_drafts(device: str) -> None:
     intake = Intake()
-    intake.seats.block_tables[1, 1] = -1
-    intake.seats.block_tables[3, 2] = SLOTS // BLOCK
+    intake.batch.block_tables[1, 1] = -1
+    intake.batch.block_tables[3, 2] = SLOTS // BLOCK
     _, taken, requests = intake.check(device)
     assert taken.is_written.tolist() == [1, 0, 1, 0, 0]
     assert requests[[1, 3], state.LENGTH].tolist() == [5, 7]
@@ -123,17 +123,17 @@ def test_a_missing_block_ends_the_seat(device: str) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_memory_may_hold_anything(device: str, seed: int) -> None:
-    """No row has a KV slot outside the cache, and no seat has more rows than its tokens."""
+    """No row has a KV slot outside the cache, and no batch row has more rows than its tokens."""
     generator = torch.Generator().manual_seed(seed)
     extremes = torch.tensor([-(2**31), -1, 0, 1, 3, 4, 7, 24, 2**31 - 1], dtype=torch.int32)
     intake = Intake()
-    for tensor in (*intake.results[1:], intake.seats.block_tables, intake.seats.max_nodes):
+    for tensor in (*intake.results[1:], intake.batch.block_tables, intake.batch.max_nodes):
         is_bad = torch.rand(tensor.shape, generator=generator) < 0.4
         bad = extremes[torch.randint(0, len(extremes), tensor.shape, generator=generator)]
         tensor.copy_(torch.where(is_bad, bad, tensor))
     rows, _, _ = intake.check(device)
     assert ((rows.slot_mapping >= -1) & (rows.slot_mapping < SLOTS)).all()
-    firsts = torch.arange(SEATS) * TOKENS
+    firsts = torch.arange(BATCH_ROWS) * TOKENS
     assert ((rows.logit_rows >= firsts) & (rows.logit_rows < firsts + TOKENS)).all()
 
 

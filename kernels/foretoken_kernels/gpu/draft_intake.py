@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from foretoken_kernels.gpu import draft_tree_state as state
-from foretoken_kernels.gpu.draft_intake_state import DraftSeats, IntakeRows, TakenStep
+from foretoken_kernels.gpu.draft_intake_state import DraftBatchState, IntakeRows, TakenStep
 from foretoken_kernels.overlap_state import NO_SLOT, StepResults
 
 _LENGTH = tl.constexpr(state.LENGTH)
@@ -49,13 +49,13 @@ def _take_step(
     TOKENS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Process one seat."""
-    seat = tl.program_id(0)
-    request = requests + seat * _NUM_COLUMNS
-    count = tl.load(counts + seat)
-    length = tl.load(lengths + seat)
+    """Process one batch row."""
+    batch_row = tl.program_id(0)
+    request = requests + batch_row * _NUM_COLUMNS
+    count = tl.load(counts + batch_row)
+    length = tl.load(lengths + batch_row)
     before = tl.load(request + _LENGTH)
-    wanted = tl.load(max_nodes + seat)
+    wanted = tl.load(max_nodes + batch_row)
     is_expected = (tl.load(stamp) == tl.load(number)) & (count > 0) & (count <= TOKENS)
     # If the length is not the known one plus the new tokens, some are missing: KV entries would
     # be written to wrong KV slots.
@@ -63,11 +63,11 @@ def _take_step(
 
     lane = tl.arange(0, LANES)
     inside = lane < TOKENS
-    row = seat * TOKENS + lane
+    row = batch_row * TOKENS + lane
     tokens = tl.load(new_tokens + row, mask=lane < tl.where(is_expected, count, 0), other=0)
     num_rows = tl.where(is_next & (wanted > 0), count, 0)
     position = tl.where(lane < num_rows, length - count + lane, 0)
-    table = block_tables + seat.to(tl.int64) * table_stride
+    table = block_tables + batch_row.to(tl.int64) * table_stride
     block = tl.load(table + position // block_size, mask=lane < num_rows, other=0).to(tl.int64)
     slot = block * block_size + position % block_size
     is_missing = (lane < num_rows) & ((block < 0) | (slot >= num_slots))
@@ -80,14 +80,14 @@ def _take_step(
     tl.store(out_positions + row, tl.where(is_row, position, 0), mask=inside)
     tl.store(out_slots + row, tl.where(is_row, slot, _NO_SLOT).to(tl.int32), mask=inside)
     tl.store(out_context_lens + row, tl.where(is_row, position + 1, 0), mask=inside)
-    tl.store(out_logit_rows + seat, seat * TOKENS + tl.where(is_written, count - 1, 0))
+    tl.store(out_logit_rows + batch_row, batch_row * TOKENS + tl.where(is_written, count - 1, 0))
     tl.store(taken_tokens + row, tokens, mask=inside)
-    tl.store(taken_counts + seat, tl.where(is_expected, count, 0))
-    tl.store(taken_lengths + seat, length)
-    tl.store(taken_written + seat, is_written.to(tl.int32))
+    tl.store(taken_counts + batch_row, tl.where(is_expected, count, 0))
+    tl.store(taken_lengths + batch_row, length)
+    tl.store(taken_written + batch_row, is_written.to(tl.int32))
 
-    left = tl.maximum(tl.load(num_left + seat), 0)
-    last = tl.load(new_tokens + seat * TOKENS + tl.minimum(tl.maximum(count, 1), TOKENS) - 1)
+    left = tl.maximum(tl.load(num_left + batch_row), 0)
+    last = tl.load(new_tokens + batch_row * TOKENS + tl.minimum(tl.maximum(count, 1), TOKENS) - 1)
     root = tl.load(request + _ROOT_TOKEN)
     # All threads have read the request before one writes to it.
     tl.debug_barrier()
@@ -106,7 +106,7 @@ def _stamp_draft(number, draft_stamp):
 
 def take_step(
     results: StepResults,
-    seats: DraftSeats,
+    batch: DraftBatchState,
     rows: IntakeRows,
     taken: TakenStep,
     *,
@@ -114,40 +114,40 @@ def take_step(
     block_size: int,
     num_slots: int,
 ) -> None:
-    """Fill ``rows`` and ``taken``, and set LENGTH, ROOT_TOKEN and MAX_NODES of ``seats.requests``.
+    """Fill ``rows`` and ``taken``, and set LENGTH, ROOT_TOKEN and MAX_NODES of ``batch.requests``.
 
-    A seat gets drafts if the step is the expected one, its sequence continues from its last length,
+    A sequence gets drafts if the step is the expected one, it continues from its last length,
     and there is a KV slot for every new token. Its tree then has ``max_nodes`` nodes, or as many as
     the tokens that may still be emitted if these are fewer. Otherwise its tree is only the root:
     the last token of the last expected step.
 
     Args:
-        results: results of at least as many seats as ``seats`` has.
-        num_blocks: how many blocks of a row of ``seats.block_tables`` belong to the sequence.
+        results: results of at least as many batch rows as ``batch`` has.
+        num_blocks: how many blocks of a row of ``batch.block_tables`` belong to the sequence.
         block_size: KV slots in a block.
         num_slots: KV slots in the cache.
 
     Raises:
         ValueError: the shapes do not fit, or the tokens are not contiguous.
     """
-    num_seats, tokens = len(seats.max_nodes), results.new_tokens.shape[1]
-    if min(len(results.counts), len(results.lengths), len(results.num_left), len(results.new_tokens)) < num_seats:
-        raise ValueError(f"results have {len(results.counts)} seats, {num_seats} are asked for")
-    if len(rows.token_ids) != num_seats * tokens or taken.tokens.shape != (num_seats, tokens):
-        raise ValueError(f"{len(rows.token_ids)} rows for {num_seats} seats of {tokens} tokens")
-    if num_blocks > seats.block_tables.shape[1] or not results.new_tokens.is_contiguous():
-        raise ValueError(f"{num_blocks} blocks exceed {tuple(seats.block_tables.shape)}, or tokens are not contiguous")
-    _take_step[(num_seats,)](
+    num_batch_rows, tokens = len(batch.max_nodes), results.new_tokens.shape[1]
+    if min(len(results.counts), len(results.lengths), len(results.num_left), len(results.new_tokens)) < num_batch_rows:
+        raise ValueError(f"results have {len(results.counts)} batch rows, {num_batch_rows} are asked for")
+    if len(rows.token_ids) != num_batch_rows * tokens or taken.tokens.shape != (num_batch_rows, tokens):
+        raise ValueError(f"{len(rows.token_ids)} rows for {num_batch_rows} batch rows of {tokens} tokens")
+    if num_blocks > batch.block_tables.shape[1] or not results.new_tokens.is_contiguous():
+        raise ValueError(f"{num_blocks} blocks exceed {tuple(batch.block_tables.shape)}, or tokens are not contiguous")
+    _take_step[(num_batch_rows,)](
         results.stamp,
         results.counts,
         results.lengths,
         results.num_left,
         results.new_tokens,
-        seats.number,
-        seats.max_nodes,
-        seats.requests,
-        seats.block_tables,
-        seats.block_tables.stride(0),
+        batch.number,
+        batch.max_nodes,
+        batch.requests,
+        batch.block_tables,
+        batch.block_tables.stride(0),
         rows.token_ids,
         rows.positions,
         rows.slot_mapping,

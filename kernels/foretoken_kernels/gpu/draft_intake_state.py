@@ -1,8 +1,8 @@
 """Device tensors of a draft's intake: the drafter's state of each sequence, and what a step added.
 
-All are int32. ``seats`` bounds the sequences of a step, ``tokens`` the tokens that it commits for
-one sequence. The pass over new tokens has ``seats * tokens`` rows: row ``seat * tokens + j`` is
-token j of a seat.
+All are int32. ``batch_rows`` bounds the sequences of a step, ``tokens`` the tokens that it commits
+for one sequence. The pass over new tokens has ``batch_rows * tokens`` rows: row
+``batch_row * tokens + j`` is token j of a sequence.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 import torch
 
-# LENGTH, in DraftTrees.requests, of a seat whose length is unknown: no step continues from it.
+# LENGTH, in DraftTrees.requests, of a batch row whose length is unknown: no step continues from it.
 NO_LENGTH = -1
 
 
-class DraftSeats(NamedTuple):
+class DraftBatchState(NamedTuple):
     """The drafter's state of each sequence.
 
     Attributes:
         number: [1]; number of the next step.
-        max_nodes: [seats]; nodes of a tree, root included; 0: report the seat's tokens and do
-            nothing else.
-        requests: [seats, NUM_COLUMNS] of DraftTrees; LENGTH is the length after the last step.
-        block_tables: [seats, blocks]; -1 where there is no block yet.
+        max_nodes: [batch_rows]; nodes of a tree, root included; 0: report the sequence's tokens and
+            do nothing else.
+        requests: [batch_rows, NUM_COLUMNS] of DraftTrees; LENGTH is the length after the last step.
+        block_tables: [batch_rows, blocks]; -1 where there is no block yet.
     """
 
     number: torch.Tensor
@@ -38,8 +38,8 @@ class IntakeRows(NamedTuple):
     A row without a token writes no KV entry and attends to nothing.
 
     Attributes:
-        token_ids, positions, slot_mapping, context_lens: [seats * tokens].
-        logit_rows: [seats]; each seat's last row with a token, or its first row.
+        token_ids, positions, slot_mapping, context_lens: [batch_rows * tokens].
+        logit_rows: [batch_rows]; each sequence's last row with a token, or its first row.
     """
 
     token_ids: torch.Tensor
@@ -53,11 +53,11 @@ class TakenStep(NamedTuple):
     """What the host reads later.
 
     Attributes:
-        counts: [seats]; new tokens; 0 also if the step was not the expected one or the count is
-            impossible.
-        lengths: [seats]; as the step reported.
-        is_written: [seats]; 1: the KV entries of all new tokens were written.
-        tokens: [seats, tokens]; zeros after the last one.
+        counts: [batch_rows]; new tokens; 0 also if the step was not the expected one or the count
+            is impossible.
+        lengths: [batch_rows]; as the step reported.
+        is_written: [batch_rows]; 1: the KV entries of all new tokens were written.
+        tokens: [batch_rows, tokens]; zeros after the last one.
     """
 
     counts: torch.Tensor

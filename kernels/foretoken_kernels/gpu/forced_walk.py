@@ -20,11 +20,11 @@ _BROKEN = tl.constexpr(FINISH_BROKEN)
 
 @triton.jit(do_not_specialize=["max_walked"])
 def _force_walk(rows, walk, owed, mean, max_walked, NODES: tl.constexpr):
-    seat = tl.program_id(0)
-    count = tl.minimum(tl.load(rows.num_nodes + seat), NODES)
-    if (count <= 1) | (tl.load(walk.finish + seat) >= _BROKEN):
+    batch_row = tl.program_id(0)
+    count = tl.minimum(tl.load(rows.num_nodes + batch_row), NODES)
+    if (count <= 1) | (tl.load(walk.finish + batch_row) >= _BROKEN):
         return
-    start = tl.load(rows.row_starts + seat)
+    start = tl.load(rows.row_starts + batch_row)
     node = tl.arange(0, NODES)
     depth = tl.zeros([NODES], tl.int32)
     current = tl.where(node < count, node, 0)
@@ -36,12 +36,12 @@ def _force_walk(rows, walk, owed, mean, max_walked, NODES: tl.constexpr):
     deepest = tl.max(depth, axis=0)
     end = tl.min(tl.where(depth == deepest, node, NODES), axis=0)
 
-    total = tl.load(owed + seat) + mean
+    total = tl.load(owed + batch_row) + mean
     length = total.to(tl.int32)
-    tl.store(owed + seat, total - length.to(tl.float32))
+    tl.store(owed + batch_row, total - length.to(tl.float32))
     length = tl.maximum(tl.minimum(tl.minimum(length, deepest + 1), max_walked), 1)
-    at = seat.to(tl.int64) * max_walked
-    sampled = tl.load(walk.tokens + at + tl.maximum(tl.load(walk.num_walked + seat) - 1, 0))
+    at = batch_row.to(tl.int64) * max_walked
+    sampled = tl.load(walk.tokens + at + tl.maximum(tl.load(walk.num_walked + batch_row) - 1, 0))
     tl.debug_barrier()
     while end > 0:
         # ``end`` is the node at depth ``deepest``; both go up to the root.
@@ -53,15 +53,15 @@ def _force_walk(rows, walk, owed, mean, max_walked, NODES: tl.constexpr):
         end = tl.minimum(tl.maximum(up, 0), end - 1)
         deepest -= 1
     tl.debug_barrier()
-    max_new = tl.load(rows.max_new + seat)
+    max_new = tl.load(rows.max_new + batch_row)
     emitted = tl.minimum(length, max_new)
     tl.store(walk.nodes + at, 0)
     tl.store(walk.tokens + at + length - 1, sampled)
-    tl.store(walk.num_walked + seat, length)
-    tl.store(walk.num_tokens + seat, emitted)
-    tl.store(walk.num_matched + seat, length - 1)
-    tl.store(walk.num_accepted + seat, tl.minimum(length - 1, emitted))
-    tl.store(walk.finish + seat, tl.where(emitted == max_new, _LENGTH, _NONE))
+    tl.store(walk.num_walked + batch_row, length)
+    tl.store(walk.num_tokens + batch_row, emitted)
+    tl.store(walk.num_matched + batch_row, length - 1)
+    tl.store(walk.num_accepted + batch_row, tl.minimum(length - 1, emitted))
+    tl.store(walk.finish + batch_row, tl.where(emitted == max_new, _LENGTH, _NONE))
 
 
 def force_walk(rows: StepRows, walk: WalkTensors, owed: torch.Tensor, mean: float, max_width: int) -> None:
@@ -70,10 +70,10 @@ def force_walk(rows: StepRows, walk: WalkTensors, owed: torch.Tensor, mean: floa
     reference_overlap.force_walk_reference defines it.
 
     Args:
-        owed: float32 [seats]; the fraction of a token that past steps still owe; kept from step to
-            step.
+        owed: float32 [batch_rows]; the fraction of a token that past steps still owe; kept from
+            step to step.
         mean: tokens of one step with a tree, including the target's own token.
-        max_width: no seat has more rows.
+        max_width: no sequence has more rows.
     """
     _force_walk[(len(rows.num_nodes),)](
         rows,

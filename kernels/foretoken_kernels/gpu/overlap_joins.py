@@ -1,30 +1,30 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Seat sequences that join between two overlapped steps."""
+"""Fill the batch rows of sequences that join between two overlapped steps."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from foretoken_kernels.overlap_state import Joining, Seats
+from foretoken_kernels.overlap_state import BatchState, Joining
 
 _BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["num_seats"])
-def _join_seats(seats, joining, num_seats, BLOCK: tl.constexpr):
-    seat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    joins = tl.load(joining.joins + seat, mask=seat < num_seats, other=0) > 0
-    tl.store(seats.slots + seat, tl.load(joining.slots + seat, mask=joins), mask=joins)
-    tl.store(seats.lengths + seat, tl.load(joining.lengths + seat, mask=joins), mask=joins)
-    tl.store(seats.num_left + seat, tl.load(joining.num_left + seat, mask=joins), mask=joins)
-    tl.store(seats.num_outputs + seat, tl.load(joining.num_outputs + seat, mask=joins), mask=joins)
-    tl.store(seats.last_tokens + seat, tl.load(joining.last_tokens + seat, mask=joins), mask=joins)
-    tl.store(seats.joined + seat, tl.load(joining.joined + seat, mask=joins), mask=joins)
-    tl.store(seats.rates + seat, tl.zeros((BLOCK,), tl.float32), mask=joins)
+@triton.jit(do_not_specialize=["num_batch_rows"])
+def _join_batch(batch, joining, num_batch_rows, BLOCK: tl.constexpr):
+    batch_row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    joins = tl.load(joining.joins + batch_row, mask=batch_row < num_batch_rows, other=0) > 0
+    tl.store(batch.slots + batch_row, tl.load(joining.slots + batch_row, mask=joins), mask=joins)
+    tl.store(batch.lengths + batch_row, tl.load(joining.lengths + batch_row, mask=joins), mask=joins)
+    tl.store(batch.num_left + batch_row, tl.load(joining.num_left + batch_row, mask=joins), mask=joins)
+    tl.store(batch.num_outputs + batch_row, tl.load(joining.num_outputs + batch_row, mask=joins), mask=joins)
+    tl.store(batch.last_tokens + batch_row, tl.load(joining.last_tokens + batch_row, mask=joins), mask=joins)
+    tl.store(batch.joined + batch_row, tl.load(joining.joined + batch_row, mask=joins), mask=joins)
+    tl.store(batch.rates + batch_row, tl.zeros((BLOCK,), tl.float32), mask=joins)
 
 
-def join_seats(seats: Seats, joining: Joining) -> None:
-    """Seat the sequences that join; reference_overlap.join_seats_reference defines it."""
-    num_seats = len(joining.joins)
-    _join_seats[(triton.cdiv(num_seats, _BLOCK),)](seats, joining, num_seats, BLOCK=_BLOCK, num_warps=4)
+def join_batch(batch: BatchState, joining: Joining) -> None:
+    """Fill the batch rows of sequences that join; reference_overlap.join_batch_reference defines it."""
+    num_batch_rows = len(joining.joins)
+    _join_batch[(triton.cdiv(num_batch_rows, _BLOCK),)](batch, joining, num_batch_rows, BLOCK=_BLOCK, num_warps=4)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Lay out the rows of an overlapped step on the device: each seat's root and tree."""
+"""Lay out the rows of an overlapped step on the device: each sequence's root and tree."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foretoken_kernels.overlap_state import NO_NODE, NO_SLOT, DraftedTrees, Seats, StepRows
+from foretoken_kernels.overlap_state import NO_NODE, NO_SLOT, BatchState, DraftedTrees, StepRows
 
 _NO_SLOT = tl.constexpr(NO_SLOT)
 _NO_NODE = tl.constexpr(NO_NODE)
@@ -15,7 +15,7 @@ _NO_NODE = tl.constexpr(NO_NODE)
 
 @triton.jit(do_not_specialize=["num_rows", "max_blocks", "num_slots", "max_depth"])
 def _lay_out_rows(
-    seats,
+    batch,
     drafted,
     found,
     block_tables,
@@ -33,26 +33,26 @@ def _lay_out_rows(
     PADDED_WORDS: tl.constexpr,
     NODES: tl.constexpr,
 ):
-    seat = tl.program_id(0)
-    start = tl.minimum(tl.maximum(tl.load(rows.row_starts + seat), 0), num_rows)
-    end = tl.minimum(tl.maximum(tl.load(rows.row_starts + seat + 1), start), num_rows)
+    batch_row = tl.program_id(0)
+    start = tl.minimum(tl.maximum(tl.load(rows.row_starts + batch_row), 0), num_rows)
+    end = tl.minimum(tl.maximum(tl.load(rows.row_starts + batch_row + 1), start), num_rows)
     width = tl.minimum(end - start, NODES)
-    left = tl.load(seats.num_left + seat)
-    length = tl.maximum(tl.load(seats.lengths + seat), 1)
+    left = tl.load(batch.num_left + batch_row)
+    length = tl.maximum(tl.load(batch.lengths + batch_row), 1)
     node = tl.arange(0, NODES)
     is_row = node < width
 
-    step = tl.load(seats.step)
-    num_found = tl.load(found.num_nodes + seat)
+    step = tl.load(batch.step)
+    num_found = tl.load(found.num_nodes + batch_row)
     is_found = (tl.load(found.stamp) == step) & (num_found > 1)
-    is_drafted = (tl.load(drafted.stamp) == step) & (step > tl.load(seats.joined + seat))
-    num_nodes = tl.where(is_found, num_found, tl.load(drafted.num_nodes + seat))
+    is_drafted = (tl.load(drafted.stamp) == step) & (step > tl.load(batch.joined + batch_row))
+    num_nodes = tl.where(is_found, num_found, tl.load(drafted.num_nodes + batch_row))
     stride = tl.where(is_found, found_stride, drafted_stride)
     count = tl.minimum(tl.minimum(num_nodes, left), tl.minimum(width, stride))
     count = tl.where(is_found | is_drafted, tl.maximum(count, 1), 1)
     count = tl.where((left > 0) & (width > 0), count, 0)
     is_child = (node > 0) & (node < count)
-    at = seat.to(tl.int64) * stride + node
+    at = batch_row.to(tl.int64) * stride + node
     from_host = (node > 0) & (node < tl.where(is_found, count, 0))
     from_drafter = (node > 0) & (node < tl.where(is_found, 0, count))
     parent = tl.load(drafted.parents + at, mask=from_drafter, other=0)
@@ -63,7 +63,7 @@ def _lay_out_rows(
     count = tl.where(tl.sum(is_bad.to(tl.int32), axis=0) > 0, tl.minimum(count, 1), count)
     is_node = node < count
     is_child = (node > 0) & is_node
-    token = tl.where(is_child, token, tl.load(seats.last_tokens + seat))
+    token = tl.where(is_child, token, tl.load(batch.last_tokens + batch_row))
     # The walk uses this copy. Parents are read from it again, because the drafter may still be
     # writing.
     tl.store(rows.tokens + start + node, tl.where(is_node, token, _NO_NODE), mask=is_row)
@@ -96,7 +96,7 @@ def _lay_out_rows(
     logical = root + node
     entry = logical // BLOCK_SIZE
     is_entry = is_node & (entry < max_blocks)
-    block = tl.load(block_tables + seat.to(tl.int64) * table_stride + entry, mask=is_entry, other=-1)
+    block = tl.load(block_tables + batch_row.to(tl.int64) * table_stride + entry, mask=is_entry, other=-1)
     slot = block * BLOCK_SIZE + logical % BLOCK_SIZE
     slot = tl.where(is_entry & (block >= 0) & (slot < num_slots), slot, _NO_SLOT)
     row = start + node
@@ -104,18 +104,18 @@ def _lay_out_rows(
     tl.store(rows.positions + row, tl.where(is_node, root + depth, 0), mask=is_row)
     tl.store(rows.slot_mapping + row, slot, mask=is_row)
     tl.store(rows.context_lens + row, tl.where(is_node, length, 0), mask=is_row)
-    tl.store(rows.row_seqs + row, tl.where(is_node, seat, -1), mask=is_row)
+    tl.store(rows.row_seqs + row, tl.where(is_node, batch_row, -1), mask=is_row)
     words_at = row.to(tl.int64)[:, None] * WORDS + word[None, :]
     tl.store(rows.masks + words_at, mask, mask=is_row[:, None] & (word < WORDS)[None, :])
-    tl.store(rows.num_nodes + seat, count)
-    tl.store(rows.tree_starts + seat, root)
-    tl.store(rows.sample_positions + seat, length)
-    tl.store(rows.num_outputs + seat, tl.load(seats.num_outputs + seat))
-    tl.store(rows.max_new + seat, tl.maximum(left, 1))
+    tl.store(rows.num_nodes + batch_row, count)
+    tl.store(rows.tree_starts + batch_row, root)
+    tl.store(rows.sample_positions + batch_row, length)
+    tl.store(rows.num_outputs + batch_row, tl.load(batch.num_outputs + batch_row))
+    tl.store(rows.max_new + batch_row, tl.maximum(left, 1))
 
 
 def lay_out_rows(
-    seats: Seats,
+    batch: BatchState,
     drafted: DraftedTrees,
     found: DraftedTrees,
     block_tables: torch.Tensor,
@@ -129,24 +129,24 @@ def lay_out_rows(
 ) -> None:
     """Fill ``rows`` except ``row_starts``; reference_overlap.lay_out_rows_reference defines it.
 
-    A seat's tree is the one that was found for it, if there is one, else the drafted one. A tree
-    without the seats' step as its stamp, one that was drafted before the sequence joined, an
+    A sequence's tree is the one that was found for it, if there is one, else the drafted one. A
+    tree without the batch's step as its stamp, one that was drafted before the sequence joined, an
     invalid tree, or a tree that is too deep becomes a root alone. A tree that is too large for its
     rows, or for the tokens that may still be emitted, is cut: ancestors come first.
 
     Args:
         drafted: the trees of the drafter on this device.
-        found: trees from the host; a seat with at most one node has none.
-        block_tables: int32 [seats, blocks].
+        found: trees from the host; a batch row with at most one node has none.
+        block_tables: int32 [batch_rows, blocks].
         num_slots: KV slots in the cache.
         vocab_size: drafted tokens must be below this.
-        max_width: no seat has more rows.
+        max_width: no sequence has more rows.
         max_depth: most edges from a root.
     """
-    num_seats = len(rows.tree_starts)
+    num_batch_rows = len(rows.tree_starts)
     words = rows.masks.shape[1]
-    _lay_out_rows[(num_seats,)](
-        seats,
+    _lay_out_rows[(num_batch_rows,)](
+        batch,
         drafted,
         found,
         block_tables,
