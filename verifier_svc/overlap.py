@@ -21,7 +21,7 @@ A run ends, once the steps in flight are read, when something else needs the hos
 A sequence's blocks go to others as soon as the host has read its end, although steps are in flight,
 because those steps do not write to them:
 
-- Step n, which ends a sequence, sets num_left = 0 (advance_seats) after the target's pass and
+- Step n, which ends a sequence, sets num_left = 0 (advance_batch) after the target's pass and
   before kv_commit. The host reads step n, and so frees the blocks, after all of that.
 - Step n + 1 may be launched by then. Its lay_out_rows finds num_left = 0 and gives the seat no rows,
   so it writes and reads no KV entry, has no accepted nodes to move, and no tokens for a drafter.

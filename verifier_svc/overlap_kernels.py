@@ -8,10 +8,10 @@ from collections.abc import Sequence as Items
 import torch
 from foretoken_kernels.gpu.forced_walk import force_walk
 from foretoken_kernels.gpu.kv_commit import kv_commit
-from foretoken_kernels.gpu.overlap_results import advance_seats, finish_step, gather_hidden
+from foretoken_kernels.gpu.overlap_results import advance_batch, finish_step, gather_hidden
 from foretoken_kernels.gpu.overlap_rows import lay_out_rows
 from foretoken_kernels.gpu.shared_rows import share_rows
-from foretoken_kernels.overlap_state import DraftedTrees, Seats, StepResults
+from foretoken_kernels.overlap_state import BatchState, DraftedTrees, StepResults
 
 from foretoken.models.pinned_buffers import PinnedBuffers
 from foretoken.overlap_memory import ResidentMemory
@@ -32,7 +32,12 @@ class OverlapKernels:
     """
 
     def __init__(
-        self, runner: DeviceRunner, walker: DeviceWalker, memory: ResidentMemory, state: Seats, simulated: float | None
+        self,
+        runner: DeviceRunner,
+        walker: DeviceWalker,
+        memory: ResidentMemory,
+        state: BatchState,
+        simulated: float | None,
     ) -> None:
         self._runner, self._walker, self._memory, self._state = runner, walker, memory, state
         self._simulated = simulated
@@ -94,7 +99,7 @@ class OverlapKernels:
         self._walker.sample_and_walk(stage.walk, stage.resident.logits, masks)
         if self._simulated is not None:
             force_walk(stage.rows, walk, self._owed, self._simulated, max_width)
-        advance_seats(self._state, stage.rows, walk, self._outcome)
+        advance_batch(self._state, stage.rows, walk, self._outcome)
         if max_width > 1:
             kv_commit(
                 self._runner.planes,

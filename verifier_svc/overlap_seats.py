@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from foretoken_kernels.gpu.overlap_joins import join_seats
-from foretoken_kernels.overlap_state import Joining, Seats, new_seats
+from foretoken_kernels.gpu.overlap_joins import join_batch
+from foretoken_kernels.overlap_state import BatchState, Joining, new_batch_state
 
 from foretoken.models.pinned_buffers import PinnedBuffers, SendRing
 from verifier_svc.scheduling.batch_row import Seat
@@ -47,7 +47,7 @@ class StepSeats:
     """
 
     def __init__(self, max_seats: int, device: torch.device) -> None:
-        self.state: Seats = new_seats(max_seats, device)
+        self.state: BatchState = new_batch_state(max_seats, device)
         self._joining = PinnedBuffers({name: ((max_seats,), torch.int32) for name in Joining._fields}, device)
         # The seats of the next step, and the block tables that the device has of them.
         self._seats: list[Seat | None] = [None] * max_seats
@@ -155,7 +155,7 @@ class StepSeats:
 
     def compile(self) -> None:
         """Launch the kernel of ``send_joined`` with nobody who joins."""
-        join_seats(self.state, Joining(**self._joining.device))
+        join_batch(self.state, Joining(**self._joining.device))
 
     def send_joined(self, number: int) -> None:
         """Tell the device of the sequences that join after step ``number``."""
@@ -180,7 +180,7 @@ class StepSeats:
             for name, value in zip(Joining._fields, values, strict=True):
                 joining.host[name][index] = value
         joining.send()
-        join_seats(self.state, Joining(**joining.device))
+        join_batch(self.state, Joining(**joining.device))
         self._joined = []
 
     def send_tables(self, out: SendRing, seqs: int, blocks: int, *, is_new: bool = False) -> None:

@@ -24,7 +24,7 @@ from foretoken_kernels.gpu import draft_tree_state as column
 from foretoken_kernels.gpu.draft_intake import stamp_draft, take_step
 from foretoken_kernels.gpu.draft_intake_state import (
     NO_LENGTH,
-    DraftSeats,
+    DraftBatchState,
     IntakeRows,
     TakenStep,
 )
@@ -160,7 +160,7 @@ class _Stage:
             {"counts": (seats,), "lengths": (seats,), "is_written": (seats,), "tokens": (seats, tokens)}, _STEPS, device
         )
         begun, tables = self.begun.device, self.tables.device["block_tables"]
-        self.seats = DraftSeats(begun["number"], begun["max_nodes"], begun["requests"], tables)
+        self.seats = DraftBatchState(begun["number"], begun["max_nodes"], begun["requests"], tables)
         self.taken = TakenStep(**self.journal.device)
 
         def ints(*shape: int) -> torch.Tensor:
