@@ -31,7 +31,7 @@ from drafter_svc.ngram.drafter import NgramDrafter
 from drafter_svc.ngram.settings import NgramSettings
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.models.batch import ForwardBatch
-from foretoken.overlap_memory import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.overlap_memory import OverlapLayout, OverlapMemory, StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from verifier_svc.drafters.attachment import AttachmentSettings
 from verifier_svc.drafters.in_process import InProcessClient
@@ -40,9 +40,9 @@ from verifier_svc.engine_counters import EngineCounters
 from verifier_svc.lifecycle import Lifecycle, SequenceBounds
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.outbox import Outbox
-from verifier_svc.overlap_runs import RunAhead
+from verifier_svc.overlap_runs import OverlapRuns
 from verifier_svc.sampling.device_walker import walk_results
-from verifier_svc.scheduling.batch_row import Seat, SeatResult
+from verifier_svc.scheduling.batch_row import BatchRow, BatchRowResult
 from verifier_svc.scheduling.block_manager import BlockManager
 from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.prefill_budget import PrefillBudget
@@ -61,13 +61,13 @@ NUM_RESULTS = 64
 
 
 class FreeStep:
-    """The part of ResidentStep that RunAhead uses, with results that were made before."""
+    """The part of ResidentStep that OverlapRuns uses, with results that were made before."""
 
-    def __init__(self, memory: ResidentMemory, results: list[dict[str, np.ndarray]], outbox: Outbox) -> None:
+    def __init__(self, memory: OverlapMemory, results: list[dict[str, np.ndarray]], outbox: Outbox) -> None:
         self.memory, self._results, self._outbox = memory, results, outbox
         self.number = 0
-        self.seats: list[Seat | None] = []
-        self._in_flight: deque[tuple[tuple[Seat | None, ...], Mapping[int, Draft]]] = deque()
+        self.seats: list[BatchRow | None] = []
+        self._in_flight: deque[tuple[tuple[BatchRow | None, ...], Mapping[int, Draft]]] = deque()
 
     @property
     def num_in_flight(self) -> int:
@@ -79,34 +79,34 @@ class FreeStep:
 
     @property
     def seating(self) -> FreeStep:
-        """Keep its own seats."""
+        """Return itself: it keeps its own batch rows."""
         return self
 
     def warm_up(self, features: tuple[int, ...]) -> None:
         """Compile nothing."""
 
     def begin(self, features: tuple[int, ...], number: int) -> None:
-        self.number, self.seats = number, [None] * self.memory.layout.seats
+        self.number, self.seats = number, [None] * self.memory.layout.batch_rows
 
     def free_seat(self) -> int:
         return self.seats.index(None)
 
-    def join(self, index: int, seat: Seat) -> None:
-        self.seats[index] = seat
+    def join(self, index: int, batch_row: BatchRow) -> None:
+        self.seats[index] = batch_row
 
     def leave(self, index: int) -> None:
         self.seats[index] = None
 
     def resize(self, index: int, width: int) -> None:
-        seat = self.seats[index]
-        assert seat is not None
-        seat.width = width
+        batch_row = self.seats[index]
+        assert batch_row is not None
+        batch_row.width = width
 
     def share_rows(self, budget: int) -> None:
         """Rows cost nothing."""
 
-    def num_rows(self, seat: Seat) -> int:
-        return seat.width
+    def num_rows(self, batch_row: BatchRow) -> int:
+        return batch_row.width
 
     @property
     def is_bound(self) -> bool:
@@ -132,15 +132,15 @@ class FreeStep:
     def wait(self) -> None:
         """Results are there."""
 
-    def receive(self) -> list[SeatResult]:
-        seats, drafts = self._in_flight.popleft()
-        taken = [(index, seat) for index, seat in enumerate(seats) if seat is not None]
+    def receive(self) -> list[BatchRowResult]:
+        batch_rows, drafts = self._in_flight.popleft()
+        taken = [(index, batch_row) for index, batch_row in enumerate(batch_rows) if batch_row is not None]
         results = self._results[self.number % len(self._results)]
-        walks = walk_results(results, [(index, seat.number) for index, seat in taken])
+        walks = walk_results(results, [(index, batch_row.number) for index, batch_row in taken])
         num_nodes = results["num_nodes"].tolist()
         return [
-            SeatResult(seat, walk, num_nodes[index], drafts.get(index))
-            for (index, seat), walk in zip(taken, walks, strict=True)
+            BatchRowResult(batch_row, walk, num_nodes[index], drafts.get(index))
+            for (index, batch_row), walk in zip(taken, walks, strict=True)
         ]
 
 
@@ -150,10 +150,10 @@ class SilentDrafter:
     name, algorithm, address, transport_name, state, reason = "silent", "EAGLE3", "", "in-process", "attached", ""
     num_rejected, num_attaches = 0, 1
 
-    def __init__(self, memory: ResidentMemory) -> None:
+    def __init__(self, memory: OverlapMemory) -> None:
         self.needs = DrafterNeeds((1,), num_rerun=1, blocks=True)
         self.gauges: dict[str, float] = {}
-        self.resident, self.order = memory, StreamOrder()
+        self.overlap_memory, self.order = memory, StreamOrder()
 
     @property
     def transport(self) -> SilentDrafter:
@@ -226,7 +226,7 @@ def ngram_source(batch: int, length: int, nodes: int) -> InProcessClient:
 
 
 def ready_results(batch: int, nodes: int, text: NDArray[np.int32] | None) -> list[dict[str, np.ndarray]]:
-    """Return what the device finds in a few steps, each seat with a chain of ``nodes`` nodes.
+    """Return what the device finds in a few steps, each sequence with a chain of ``nodes`` nodes.
 
     Tokens are pieces of ``text``, or else random.
     """
@@ -261,8 +261,8 @@ def measure(
     length = PROMPT + output + nodes + 1
     blocks = BlockManager(batch * (length // BLOCK + 8), BLOCK)
     scheduler = Scheduler(blocks, max_running=batch, max_waiting=batch, prefill=PrefillBudget(batch * PROMPT))
-    layout = ResidentLayout(batch, nodes, nodes, 1, torch.float32, batch * PROMPT)
-    memory = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)
+    layout = OverlapLayout(batch, nodes, nodes, 1, torch.float32, batch * PROMPT)
+    memory = OverlapMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)
     sources: list[Any] = [SilentDrafter(memory)] if nodes > 1 else []
     if text is not None:
         sources.append(ngram_source(batch, length, max(nodes, 8)))
@@ -291,7 +291,7 @@ def measure(
         )
     step = FreeStep(memory, ready_results(batch, nodes, text), outbox)
     speculator.capture(scheduler.running)
-    ahead = RunAhead(lambda memory, order: step, step, timeout_s=60.0)  # type: ignore[arg-type, return-value]
+    ahead = OverlapRuns(lambda memory, order: step, step, timeout_s=60.0)  # type: ignore[arg-type, return-value]
     messages = StopAfter(step, counters, num_steps)
     messages.profile = profile
     blocked = ahead.run(scheduler, speculator, lifecycle, messages)

@@ -15,7 +15,7 @@ from typing import Literal
 
 from drafter_svc.rounds import RoundCounts, SequenceRounds
 from foretoken.corpora import Corpora, HoldsCorpora
-from foretoken.drafter import Drafter, DraftsResident
+from foretoken.drafter import Drafter, DraftsOverlapped
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError, UnavailableError
 from foretoken.lost_context import exit_if_context_lost
@@ -50,7 +50,7 @@ class Session:
         self.attachment: AttachedVerifier | None = None
         self.peer: ArenaPeer | None = None
         # The drafter, while it has device memory of the attachment.
-        self._resident: DraftsResident | None = None
+        self._overlapped: DraftsOverlapped | None = None
         self._counts_rounds = counts_rounds
         # Of the attachment, if rounds are counted.
         self._rounds: RoundCounts | None = None
@@ -67,11 +67,11 @@ class Session:
                 undo.callback(peer.close)
             self.drafter.attach(target, None if peer is None else peer.weights)
             if peer is not None and peer.share is not None:
-                if not isinstance(self.drafter, DraftsResident):
+                if not isinstance(self.drafter, DraftsOverlapped):
                     kind = self.drafter.algorithm
                     raise PreconditionError(f"a drafter of kind {kind} does not draft from device memory")
-                self.drafter.set_resident(peer.share.memory, peer.share.order)
-                self._resident = self.drafter
+                self.drafter.set_overlap_memory(peer.share.memory, peer.share.order)
+                self._overlapped = self.drafter
             undo.pop_all()
         self.peer = peer
         self.attachment = AttachedVerifier(epoch, target, needs, "grpc" if peer is None else "shared-memory")
@@ -130,17 +130,17 @@ class Session:
     @property
     def is_preparing(self) -> bool:
         """Whether ``prepare`` has more to do."""
-        return self._resident is not None and not self._resident.is_prepared
+        return self._overlapped is not None and not self._overlapped.is_prepared
 
     def prepare(self) -> bool:
         """Prepare for one more usual kind of request, while none waits. Return whether it did.
 
         Any error ends the attachment; a lost GPU context ends the process.
         """
-        if self._resident is None:
+        if self._overlapped is None:
             return False
         try:
-            return self._resident.prepare()
+            return self._overlapped.prepare()
         except Exception as error:
             self._fail(error)
             return False
@@ -159,7 +159,7 @@ class Session:
         """
         attachment, self.attachment = self.attachment, None
         peer, self.peer = self.peer, None
-        self._resident = None
+        self._overlapped = None
         if peer is not None:
             peer.close()
         if attachment is None:

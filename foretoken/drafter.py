@@ -10,7 +10,7 @@ from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInf
 if TYPE_CHECKING:
     # The n-gram drafter does not import torch.
     from foretoken.models.target_weights import TargetWeights
-    from foretoken.overlap_memory import ResidentMemory, StreamOrder
+    from foretoken.overlap_memory import OverlapMemory, StreamOrder
 
 
 class Drafter(Protocol):
@@ -53,10 +53,10 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class DraftsResident(Protocol):
+class DraftsOverlapped(Protocol):
     """A Drafter that also takes requests whose tokens are in device memory."""
 
-    def set_resident(self, memory: ResidentMemory, order: StreamOrder) -> None:
+    def set_overlap_memory(self, memory: OverlapMemory, order: StreamOrder) -> None:
         """Set the memory that has such requests' tokens and takes their trees, after ``attach``,
         until the next."""
         ...
@@ -69,7 +69,7 @@ class DraftsResident(Protocol):
     def prepare(self) -> bool:
         """Prepare for one more usual kind of such requests. Return whether it did.
 
-        Called after ``set_resident`` while no request waits; one that comes meanwhile has to. Does
-        nothing between the first and the last request of a run.
+        Called after ``set_overlap_memory`` while no request waits; one that comes meanwhile has to.
+        Does nothing between the first and the last request of a run.
         """
         ...

@@ -104,7 +104,7 @@ class DrafterNeeds:
             can be shared.
         device: UUID, as CUDA gives it, of the GPU where its model runs; empty: it has no model, or
             it is on the CPU.
-        resident: whether it can draft from memory of that GPU (foretoken.overlap_memory).
+        overlaps: whether it can draft from memory of that GPU (foretoken.overlap_memory).
     """
 
     features: tuple[int, ...] = ()
@@ -112,7 +112,7 @@ class DrafterNeeds:
     blocks: bool = False
     weights: bool = False
     device: str = ""
-    resident: bool = False
+    overlaps: bool = False
 
 
 def _column(name: str) -> Any:
@@ -128,31 +128,31 @@ class DeviceStep(NamedTuple):
     """The step whose tokens and hidden states are in device memory (foretoken.overlap_memory), where the
     trees go, too.
 
-    The first ``num_seats`` rows of a request are the seats of the device memory, in order. An
-    empty seat is a row with slot -1, generation 0 and length 0. A seat's row has no new tokens.
+    The first ``num_batch_rows`` rows of a request are the batch rows of the device memory, in
+    order. An empty one has slot -1, generation 0 and length 0. None of them has new tokens.
 
     The rows after them are prompt rows. They have new tokens and blocks as in a request that
     carries its tokens; the hidden states of their last ``device_hidden`` new tokens are consecutive
     rows of the memory's ``prompt_hidden``, row after row of the request. The drafter learns them
-    before it looks at the seats, so a prompt row's sequence may have a seat in the same request.
+    first, so a sequence may have a prompt row and a batch row in the same request.
 
     Attributes:
         number: number of the step; grows by one from request to request.
-        begins: whether the rows name the sequences in the seats and the shapes of their trees anew.
-            Otherwise the seats are those of the request before, and there are no prompt rows. The
-            ``length`` of a sequence that had a seat in the request before is a lower bound, because
-            the drafter may know more; other lengths are exact. They stay the same until the seats
-            are named anew.
+        begins: whether the request names the sequences of all batch rows and the shapes of their
+            trees anew. Otherwise they are those of the request before, and there are no prompt
+            rows. The ``length`` of a sequence that had a batch row in the request before is a lower
+            bound, because the drafter may know more; other lengths are exact. They stay the same
+            until the sequences are named anew.
         is_last: whether no request follows. The reply then also has the trees; other replies only
             have roots.
-        num_seats: rows that are seats; 0: the step only computes prompts.
+        num_batch_rows: rows that are no prompt rows; 0: the step only computes prompts.
         prompt_start: the first row of ``prompt_hidden`` that belongs to the request.
     """
 
     number: int
     begins: bool
     is_last: bool
-    num_seats: int
+    num_batch_rows: int
     prompt_start: int = 0
 
 
@@ -206,10 +206,10 @@ class DraftRequest:
         prediction_starts, prediction: int32 [rows + 1], int32 [sum]; tokens that the client expects
             as the output, sent once a sequence and attachment, before or with its first tokens;
             later ones are appended.
-        resident: None: the request carries its tokens. Otherwise its seats only carry further
-            blocks, in logical order, enough for all that steps write before the next request. They
-            follow those of the requests before; where the seats are named anew, those that hold
-            ``lengths`` tokens. The tokens count as sent once the step is done.
+        device_step: None: the request carries its tokens. Otherwise its batch rows only carry
+            further blocks, in logical order, enough for all that steps write before the next
+            request. They follow the blocks of the requests before; where sequences are named anew,
+            the blocks that hold ``lengths`` tokens. The tokens count as sent once the step is done.
     """
 
     epoch: int
@@ -220,7 +220,7 @@ class DraftRequest:
     hidden: Float32
     block_ids: Int32
     prediction: Int32
-    resident: DeviceStep | None = None
+    device_step: DeviceStep | None = None
 
     salts, seeds = _column("salts"), _column("seeds")
     slots, generations = _column("slots"), _column("generations")

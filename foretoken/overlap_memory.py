@@ -17,11 +17,11 @@ import torch
 _ALIGNMENT = 256
 
 
-class ResidentLayout(NamedTuple):
-    """Sizes of a ResidentMemory.
+class OverlapLayout(NamedTuple):
+    """Sizes of an OverlapMemory.
 
     Attributes:
-        seats: sequences of one step at most.
+        batch_rows: sequences of one step at most.
         tokens: tokens that one step commits for one sequence at most.
         nodes: nodes of one tree at most, including the root.
         hidden_width: elements of the target's hidden states for each token; 0: there are none.
@@ -29,7 +29,7 @@ class ResidentLayout(NamedTuple):
         prompt_rows: rows of hidden states that one step's prompts leave at most; 0: they leave none.
     """
 
-    seats: int
+    batch_rows: int
     tokens: int
     nodes: int
     hidden_width: int
@@ -41,33 +41,34 @@ class ResidentLayout(NamedTuple):
         return _spans(self)[1]
 
 
-class ResidentMemory(NamedTuple):
+class OverlapMemory(NamedTuple):
     """Views of one allocation; int32 unless said otherwise.
 
-    ``seats`` and ``tokens`` are the layout's.
+    ``batch_rows`` and ``tokens`` are the layout's.
 
     The verifier writes ``stamp`` to ``prompt_hidden``, the drafter ``draft_stamp`` to
     ``draft_scores``.
 
     Attributes:
         stamp: [1]; number of the step with these results.
-        counts: [seats]; tokens that the step committed; 0 for an empty seat.
-        lengths: [seats]; length of the sequence including them.
-        num_left: [seats]; tokens that it may still emit; 0 if it has ended or the seat is empty.
-        new_tokens: [seats, tokens]; the first ``counts`` of each seat are valid.
-        hidden: ``hidden_dtype`` [seats * tokens, hidden_width]; row ``seat * tokens + j`` is the
-            hidden state of the position before ``new_tokens[seat, j]``.
+        counts: [batch_rows]; tokens that the step committed; 0 for an empty batch row.
+        lengths: [batch_rows]; length of the sequence including them.
+        num_left: [batch_rows]; tokens that it may still emit; 0 if it has ended or the batch row is
+            empty.
+        new_tokens: [batch_rows, tokens]; the first ``counts`` of each row are valid.
+        hidden: ``hidden_dtype`` [batch_rows * tokens, hidden_width]; row ``batch_row * tokens + j``
+            is the hidden state of the position before ``new_tokens[batch_row, j]``.
         prompt_hidden: ``hidden_dtype`` [2 * prompt_rows, hidden_width]; hidden states of prompts,
             by turns in the first and in the second half. A half is written again two drafts later.
         draft_stamp: [1]; number of the step after which these trees grow.
-        num_nodes: [seats].
-        draft_tokens, draft_parents: [seats, nodes]; the root comes first, its parent is -1.
-        draft_scores: float32 [seats, nodes]; see DraftBatch.scores.
+        num_nodes: [batch_rows].
+        draft_tokens, draft_parents: [batch_rows, nodes]; the root comes first, its parent is -1.
+        draft_scores: float32 [batch_rows, nodes]; see DraftBatch.scores.
         results: uint8; the memory from ``counts`` to ``new_tokens``, for one copy of all.
         drafts: uint8; the memory from ``num_nodes`` to ``draft_scores``, for one copy of all.
     """
 
-    layout: ResidentLayout
+    layout: OverlapLayout
     stamp: torch.Tensor
     counts: torch.Tensor
     lengths: torch.Tensor
@@ -84,45 +85,45 @@ class ResidentMemory(NamedTuple):
     drafts: torch.Tensor
 
     @staticmethod
-    def over(memory: torch.Tensor, layout: ResidentLayout) -> ResidentMemory:
+    def over(memory: torch.Tensor, layout: OverlapLayout) -> OverlapMemory:
         """Return views of ``memory``, uint8 [layout.num_bytes or more], zeroed by its maker."""
         spans, size = _spans(layout)
         if memory.dtype != torch.uint8 or memory.numel() < size:
-            raise ValueError(f"the resident memory has {memory.numel()} bytes, its layout needs {size}")
+            raise ValueError(f"the overlap memory has {memory.numel()} bytes, its layout needs {size}")
         views = {
             name: memory[low : low + num_bytes].view(dtype).view(shape)
             for name, (low, num_bytes, shape, dtype) in spans.items()
         }
         low, middle, high = (spans[name][0] for name in ("counts", "hidden", "num_nodes"))
-        return ResidentMemory(layout, **views, results=memory[low:middle], drafts=memory[high:size])
+        return OverlapMemory(layout, **views, results=memory[low:middle], drafts=memory[high:size])
 
     @staticmethod
-    def mirror(layout: ResidentLayout, *, pinned: bool) -> ResidentMemory:
+    def mirror(layout: OverlapLayout, *, pinned: bool) -> OverlapMemory:
         """Make a copy on the host, without hidden states.
 
         ``results`` and ``drafts`` have the same layout.
         """
         small = layout._replace(hidden_width=0)
         with torch.inference_mode(False):
-            return ResidentMemory.over(torch.zeros(small.num_bytes, dtype=torch.uint8, pin_memory=pinned), small)
+            return OverlapMemory.over(torch.zeros(small.num_bytes, dtype=torch.uint8, pin_memory=pinned), small)
 
 
-def _spans(layout: ResidentLayout) -> tuple[dict[str, tuple[int, int, tuple[int, ...], torch.dtype]], int]:
+def _spans(layout: OverlapLayout) -> tuple[dict[str, tuple[int, int, tuple[int, ...], torch.dtype]], int]:
     """Return offset, bytes, shape and element type of each array, and the bytes of all."""
-    seats, tokens, nodes, width, hidden_dtype, prompt_rows = layout
+    batch_rows, tokens, nodes, width, hidden_dtype, prompt_rows = layout
     arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "stamp": ((1,), torch.int32),
-        "counts": ((seats,), torch.int32),
-        "lengths": ((seats,), torch.int32),
-        "num_left": ((seats,), torch.int32),
-        "new_tokens": ((seats, tokens), torch.int32),
-        "hidden": ((seats * tokens, width), hidden_dtype),
+        "counts": ((batch_rows,), torch.int32),
+        "lengths": ((batch_rows,), torch.int32),
+        "num_left": ((batch_rows,), torch.int32),
+        "new_tokens": ((batch_rows, tokens), torch.int32),
+        "hidden": ((batch_rows * tokens, width), hidden_dtype),
         "prompt_hidden": ((2 * prompt_rows, width), hidden_dtype),
         "draft_stamp": ((1,), torch.int32),
-        "num_nodes": ((seats,), torch.int32),
-        "draft_tokens": ((seats, nodes), torch.int32),
-        "draft_parents": ((seats, nodes), torch.int32),
-        "draft_scores": ((seats, nodes), torch.float32),
+        "num_nodes": ((batch_rows,), torch.int32),
+        "draft_tokens": ((batch_rows, nodes), torch.int32),
+        "draft_parents": ((batch_rows, nodes), torch.int32),
+        "draft_scores": ((batch_rows, nodes), torch.float32),
     }
     spans = {}
     size = 0

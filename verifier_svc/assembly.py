@@ -20,7 +20,7 @@ from verifier_svc.model.attention_choice import compiled, flashinfer_passes
 from verifier_svc.model.memory_plan import MemoryPlan
 from verifier_svc.model.runner import ModelRunner
 from verifier_svc.model.target import LoadedTarget, pass_sizes
-from verifier_svc.overlap_runs import RunAhead
+from verifier_svc.overlap_runs import OverlapRuns
 from verifier_svc.sampling.walker import HostWalker, Walker
 
 
@@ -29,14 +29,14 @@ class Target(NamedTuple):
 
     Attributes:
         shared_weights: weights that drafter processes can map. None: they read their own copies.
-        run_ahead: overlapped steps. None on a CPU, with FlashInfer for every pass, or if switched
+        overlap_runs: overlapped steps. None on a CPU, with FlashInfer for every pass, or if switched
             off.
     """
 
     runner: LoadedTarget
     walker: Walker
     shared_weights: SharedWeights | None
-    run_ahead: RunAhead | None = None
+    overlap_runs: OverlapRuns | None = None
 
 
 def load_target(
@@ -118,8 +118,8 @@ def load_target(
     memory = plain_memory(settings.max_running_requests, settings.speculative_num_draft_tokens, backend.device)
     plain = make_step(memory, StreamOrder())
     plain.warm_up(())
-    run_ahead = RunAhead(make_step, plain, timeout_s=settings.draft_timeout_ms / 1e3)
-    return Target(on_device, walker, on_device.shared_weights, run_ahead)
+    overlap_runs = OverlapRuns(make_step, plain, timeout_s=settings.draft_timeout_ms / 1e3)
+    return Target(on_device, walker, on_device.shared_weights, overlap_runs)
 
 
 def _check_numerics(settings: VerifierSettings, runner: LoadedTarget) -> None:

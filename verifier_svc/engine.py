@@ -22,7 +22,7 @@ from verifier_svc.lifecycle import Lifecycle, SequenceBounds
 from verifier_svc.messages import CloseSession
 from verifier_svc.model.target_runner import TargetRunner
 from verifier_svc.outbox import Outbox
-from verifier_svc.overlap_runs import RunAhead
+from verifier_svc.overlap_runs import OverlapRuns
 from verifier_svc.sampling.walker import HostWalker, Walker
 from verifier_svc.scheduling.batch import Scheduled
 from verifier_svc.scheduling.scheduler import Scheduler
@@ -49,13 +49,13 @@ class Engine:
         bounds: SequenceBounds,
         *,
         walker: Walker | None = None,
-        run_ahead: RunAhead | None = None,
+        overlap_runs: OverlapRuns | None = None,
         model_name: str = "model",
     ) -> None:
         """
         Args:
             walker: samples and walks on the runner's device. None: on the CPU.
-            run_ahead: runs overlapped steps. None: a step starts only after the last one was read.
+            overlap_runs: runs overlapped steps. None: a step starts only after the last one was read.
             model_name: the target's name in error messages.
         """
         self.scheduler = scheduler
@@ -64,11 +64,11 @@ class Engine:
         self.failure: BaseException | None = None
         self.lifecycle = Lifecycle(scheduler, speculator, self.counters, bounds, model_name)
         self._target = TargetStep(runner, walker or HostWalker(), speculator, self.lifecycle)
-        self._run_ahead = run_ahead
+        self._overlap_runs = overlap_runs
         self._inbox = Inbox()
         self.is_stopping = False
         # Whether the graphs of usual sizes have been captured, and until when anybody waits for it.
-        self._is_prepared = run_ahead is None
+        self._is_prepared = overlap_runs is None
         self._prepares_until = time.monotonic() + _PREPARES_S
         self._thread: threading.Thread | None = None
 
@@ -140,11 +140,11 @@ class Engine:
 
         Returns the most seconds to wait for work before the next one. None: as long as it takes.
         """
-        if self._run_ahead is None:
+        if self._overlap_runs is None:
             return None
         if self.scheduler.has_work or self._inbox:
             return 0.0
-        has_more = self._run_ahead.prepare(self.speculator)
+        has_more = self._overlap_runs.prepare(self.speculator)
         self._is_prepared |= not has_more
         return 0.0 if has_more else _LOOK_S
 
@@ -191,9 +191,9 @@ class Engine:
 
     def _run_overlapped(self) -> bool:
         """Run overlapped steps as long as possible; count why none could run. Return whether any ran."""
-        if self._run_ahead is None or not self.scheduler.has_work:
+        if self._overlap_runs is None or not self.scheduler.has_work:
             return False
-        blocked = self._run_ahead.run(self.scheduler, self.speculator, self.lifecycle, self)
+        blocked = self._overlap_runs.run(self.scheduler, self.speculator, self.lifecycle, self)
         if blocked is not None:
             self.counters.count_blocked_overlap(blocked.value)
         self.lifecycle.publish()

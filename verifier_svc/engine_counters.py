@@ -35,7 +35,7 @@ class EngineCounters:
 
     num_steps: int = 0
     # How many of them were overlapped steps.
-    num_resident_steps: int = 0
+    num_overlapped_steps: int = 0
     num_generated_tokens: int = 0
     num_prompt_tokens: int = 0
     # Rows that had no draft although their requests wanted one.

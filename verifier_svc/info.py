@@ -43,7 +43,7 @@ class VerifierConstants:
             num_waiting=len(scheduler.waiting),
             drafters=[drafter_state(drafter) for drafter in tuple(engine.speculator.drafters)],
             num_steps=counters.num_steps,
-            num_resident_steps=counters.num_resident_steps,
+            num_resident_steps=counters.num_overlapped_steps,
             num_preemptions=scheduler.num_preemptions,
             num_prefix_cache_queries=scheduler.num_prefix_queries,
             num_prefix_cache_hits=scheduler.num_prefix_hits,

@@ -202,7 +202,7 @@ class Lifecycle:
     def count_overlapped_step(self, seconds: float) -> None:
         """Count a finished overlapped step. ``seconds``: since the previous one was read."""
         self.counters.num_steps += 1
-        self.counters.num_resident_steps += 1
+        self.counters.num_overlapped_steps += 1
         for phase in ("resident", "step"):
             self.counters.add_time(phase, seconds)
 

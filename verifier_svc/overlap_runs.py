@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from itertools import product
 from typing import TYPE_CHECKING
 
-from foretoken.overlap_memory import ResidentMemory, StreamOrder
+from foretoken.overlap_memory import OverlapMemory, StreamOrder
 from verifier_svc.drafters.attachment import Attachment
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.step_deadlines import StepDeadlines
@@ -15,7 +15,7 @@ from verifier_svc.lifecycle import Lifecycle
 from verifier_svc.overlap import Messages, OverlappedRun
 from verifier_svc.overlap_sizes import ShapeRows, rows_of_shapes
 from verifier_svc.scheduling.scheduler import Scheduler
-from verifier_svc.speculation.overlap_drafting import ResidentDrafting
+from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 from verifier_svc.speculation.overlap_policy import OverlapBlock
 from verifier_svc.speculation.speculator import Speculator
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from verifier_svc.overlap_step import ResidentStep
 
 
-class RunAhead:
+class OverlapRuns:
     """Start runs of overlapped steps. Only the engine thread uses it.
 
     Args:
@@ -34,7 +34,7 @@ class RunAhead:
 
     def __init__(
         self,
-        make_step: Callable[[ResidentMemory, StreamOrder], ResidentStep],
+        make_step: Callable[[OverlapMemory, StreamOrder], ResidentStep],
         plain: ResidentStep,
         *,
         timeout_s: float,
@@ -74,7 +74,7 @@ class RunAhead:
         steps: dict[ResidentStep, tuple[tuple[int, ...], list[ShapeRows]]] = {}
         for drafter in speculator.drafters:
             attachment = drafter.attachment
-            if attachment is not None and attachment.has_resident and attachment.has_answered():
+            if attachment is not None and attachment.has_overlap_memory and attachment.has_answered():
                 shapes = rows_of_shapes(speculator.overlap.controllers.of(drafter).controller.shapes)
                 steps[self._step_for(drafter, attachment)[0]] = attachment.needs.features, shapes
         # Where sequences are drafted for, steps without the drafter are rarer.
@@ -91,13 +91,13 @@ class RunAhead:
                 return True
         return False
 
-    def _step_of(self, drafting: ResidentDrafting) -> tuple[ResidentStep, StepDeadlines]:
+    def _step_of(self, drafting: OverlapDrafting) -> tuple[ResidentStep, StepDeadlines]:
         if drafting.drafter is None or drafting.attachment is None:
             return self._plain, StepDeadlines(self._timeout_s)
         return self._step_for(drafting.drafter, drafting.attachment)
 
     def _step_for(self, drafter: DrafterHandle, attachment: Attachment) -> tuple[ResidentStep, StepDeadlines]:
-        memory = attachment.transport.resident
+        memory = attachment.transport.overlap_memory
         assert memory is not None
         known = self._drafted.get(drafter.number)
         if known is None or known[0].memory is not memory:
@@ -110,7 +110,7 @@ class RunAhead:
         """Drop the steps of drafters that detached, or attached again with other memory."""
         for number, (step, _) in list(self._drafted.items()):
             attachment = drafters[number - 1].attachment
-            if attachment is None or attachment.transport.resident is not step.memory:
+            if attachment is None or attachment.transport.overlap_memory is not step.memory:
                 del self._drafted[number]
                 for is_long in (False, True):
                     self._captures.pop((step, is_long), None)

@@ -201,7 +201,7 @@ def _assemble(
     max_nodes = settings.speculative_num_draft_tokens
     limits = ModelLimits(runner.config.vocab_size, runner.max_model_len)
     most_rows = max(max_nodes * 2, settings.max_running_requests)
-    if target.run_ahead is not None:
+    if target.overlap_runs is not None:
         # There the whole batch drafts in one shape, whose rows may be many times the sequences.
         most_rows = max(most_rows, min(settings.max_running_requests * max_nodes, settings.chunked_prefill_size))
     costs = measure_step_costs(
@@ -252,13 +252,13 @@ def _assemble(
         speculator,
         SequenceBounds(runner.max_model_len, eos_ids, token_limit),
         walker=walker,
-        run_ahead=target.run_ahead,
+        overlap_runs=target.overlap_runs,
         model_name=settings.served_model_name,
     )
     grammars = GrammarCompiler(
         partial(Vocabulary, settings.model, vocab_limit=token_limit, eos_ids=eos_ids),
         # Only overlapped steps need the masks of a tree before it is walked.
-        looks_ahead=target.run_ahead is not None,
+        looks_ahead=target.overlap_runs is not None,
     )
     info = VerifierConstants(
         epoch=clients.epoch,

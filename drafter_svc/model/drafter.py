@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from drafter_svc.trees.passes import DraftPasses
 from foretoken.drafting import DraftBatch, DraftRequest
-from foretoken.overlap_memory import ResidentMemory, StreamOrder
+from foretoken.overlap_memory import OverlapMemory, StreamOrder
 
 
 class ModelDrafter:
@@ -24,22 +24,22 @@ class ModelDrafter:
         assert self._passes is not None, "not attached"
         return self._passes.draft(request)
 
-    def set_resident(self, memory: ResidentMemory, order: StreamOrder) -> None:
-        """Draft from this memory on request, as DraftsResident says.
+    def set_overlap_memory(self, memory: OverlapMemory, order: StreamOrder) -> None:
+        """Draft from this memory on request, as DraftsOverlapped says.
 
         Raises PreconditionError for a drafter on the CPU, or memory of other sizes than the
         target's.
         """
         assert self._passes is not None, "not attached"
-        self._passes.set_resident(memory, order)
+        self._passes.set_overlap_memory(memory, order)
 
     @property
     def is_prepared(self) -> bool:
-        """As DraftsResident says."""
+        """As DraftsOverlapped says."""
         return self._passes is None or self._passes.is_prepared
 
     def prepare(self) -> bool:
-        """As DraftsResident says."""
+        """As DraftsOverlapped says."""
         return self._passes is not None and self._passes.prepare()
 
     def release(self, slots: Sequence[int]) -> None:

@@ -118,7 +118,7 @@ class HeadDrafter(ModelDrafter):
             weights=True,
             device=device_uuid(self._placement.backend),
             # A deeper module reads the state at a block's last slot, which the host keeps.
-            resident=self._placement.is_gpu and head.num_depths == 1,
+            overlaps=self._placement.is_gpu and head.num_depths == 1,
         )
 
     def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:

@@ -150,7 +150,7 @@ class StandaloneDrafter(ModelDrafter):
             )
         check_same_tokenizer(self._path, target_folder(target, self._target_path))
         placement = self._placement
-        return DrafterNeeds(blocks=True, device=device_uuid(placement.backend), resident=placement.is_gpu)
+        return DrafterNeeds(blocks=True, device=device_uuid(placement.backend), overlaps=placement.is_gpu)
 
     def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
         """Forget all sequences and make the cache. Raises as ``needs``."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from drafter_svc.trees.figures import PassFigures
 from drafter_svc.trees.rows import DraftRows
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
-from foretoken.overlap_memory import ResidentMemory, StreamOrder
+from foretoken.overlap_memory import OverlapMemory, StreamOrder
 from foretoken.sampling import MIN_TEMPERATURE
 from foretoken.tree import Int32
 
@@ -48,7 +48,7 @@ class VocabularyOwner(Protocol):
     target_ids: NDArray[np.int32] | None
 
 
-class ResidentDrafts(Protocol):
+class OverlappedDrafts(Protocol):
     """Drafts from device memory: drafter_svc.device.resident_draft.ResidentDraft."""
 
     def draft(self, request: DraftRequest) -> DraftBatch:
@@ -111,8 +111,8 @@ class GrowsFromMemory(Protocol):
     """A Growth that also drafts from device memory."""
 
     def resident_draft(
-        self, rows: DraftRows, scratch: Int32, memory: ResidentMemory, order: StreamOrder, figures: PassFigures
-    ) -> ResidentDrafts:
+        self, rows: DraftRows, scratch: Int32, memory: OverlapMemory, order: StreamOrder, figures: PassFigures
+    ) -> OverlappedDrafts:
         """Return drafts from this memory.
 
         ``scratch``: int32 [slots, blocks]; the blocks of each tree.

@@ -23,8 +23,8 @@ from drafter_svc.trees.growth import (
     ROWS_PER_SLOT,
     GrowsFromMemory,
     GrowthMaker,
+    OverlappedDrafts,
     PassOutput,
-    ResidentDrafts,
     set_tree_requests,
 )
 from drafter_svc.trees.rows import DraftRows, DraftSequence, Extension, sent_rows
@@ -32,7 +32,7 @@ from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.models.batch import ForwardBatch, chain_batch
 from foretoken.models.forward_pass import ELEMENTS
-from foretoken.overlap_memory import ResidentMemory, StreamOrder
+from foretoken.overlap_memory import OverlapMemory, StreamOrder
 from foretoken.tree import Int32
 
 Float32 = NDArray[np.float32]
@@ -126,7 +126,7 @@ class DraftPasses:
         # For each module but the last and each block: the output at the block's last written KV
         # slot. The next module reads it with the token of the next slot.
         self._carry = np.zeros((model.num_depths - 1, target.num_blocks, model.hidden_size), np.float32)
-        self._resident: ResidentDrafts | None = None
+        self._overlapped: OverlappedDrafts | None = None
 
     def draft(self, request: DraftRequest) -> DraftBatch:
         """Learn the new tokens, write their KV entries and grow a tree for each row if possible.
@@ -135,14 +135,14 @@ class DraftPasses:
         was set.
         """
         started = perf_counter()
-        if request.resident is not None:
-            if self._resident is None:
+        if request.device_step is not None:
+            if self._overlapped is None:
                 raise ValueError("the request's tokens are in device memory, but none was set")
-            batch = self._resident.draft(request)
+            batch = self._overlapped.draft(request)
             self.figures.grow_s += perf_counter() - started
             return batch
-        if self._resident is not None:
-            self._resident.finish()
+        if self._overlapped is not None:
+            self._overlapped.finish()
         if request.num_rows > len(self._tables):
             raise ValueError(f"a request of {request.num_rows} rows, more than two a slot")
         set_tree_requests(self._growth.trees, request.rows, self._target.max_nodes)
@@ -159,28 +159,28 @@ class DraftPasses:
         self.figures.grow_s += perf_counter() - extended
         return batch
 
-    def set_resident(self, memory: ResidentMemory, order: StreamOrder) -> None:
+    def set_overlap_memory(self, memory: OverlapMemory, order: StreamOrder) -> None:
         """Draft from this memory on request. Raises PreconditionError if it cannot be used."""
         if not isinstance(self._growth, GrowsFromMemory):
             raise PreconditionError("a drafter on the CPU does not draft from device memory")
-        self._resident = self._growth.resident_draft(self._rows, self._scratch, memory, order, self.figures)
+        self._overlapped = self._growth.resident_draft(self._rows, self._scratch, memory, order, self.figures)
 
     @property
     def is_prepared(self) -> bool:
-        """As DraftsResident says."""
-        return self._resident is None or self._resident.is_prepared
+        """As DraftsOverlapped says."""
+        return self._overlapped is None or self._overlapped.is_prepared
 
     def prepare(self) -> bool:
-        """As DraftsResident says."""
-        return self._resident is not None and self._resident.prepare()
+        """As DraftsOverlapped says."""
+        return self._overlapped is not None and self._overlapped.prepare()
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget batch slots.
 
         Once all are released, nothing reads the device memory that was set.
         """
-        if self._resident is not None:
-            self._resident.release(slots)
+        if self._overlapped is not None:
+            self._overlapped.release(slots)
         for slot in slots:
             self._rows.release(slot)
 

@@ -64,7 +64,7 @@ class PromptRows:
         self._rows, self._target, self._pass_rows = rows, target, pass_rows
 
     def learn(self, request: DraftRequest) -> PromptPasses:
-        """Learn all prompt rows of a request, whose rows from ``num_seats`` on they are."""
+        """Learn all prompt rows of a request, whose rows from ``num_batch_rows`` on they are."""
         extensions: list[Extension] = []
         for sent in _prompt_rows(request):
             sequence = self._rows.learn(sent)
@@ -134,11 +134,11 @@ class PromptRows:
 
 def _prompt_rows(request: DraftRequest) -> list[SentRow]:
     """Return a request's prompt rows, with the places of their hidden states in device memory."""
-    step = request.resident
+    step = request.device_step
     assert step is not None
-    counts = request.device_hidden[step.num_seats :].tolist()
+    counts = request.device_hidden[step.num_batch_rows :].tolist()
     first, rows = step.prompt_start, []
-    for sent, count in zip(sent_rows(request, step.num_seats), counts, strict=True):
+    for sent, count in zip(sent_rows(request, step.num_batch_rows), counts, strict=True):
         rows.append(sent._replace(max_nodes=1, first_feature=first, num_features=count))
         first += count
     return rows

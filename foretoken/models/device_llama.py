@@ -21,7 +21,7 @@ from foretoken.models.flashinfer_attention import FlashInferAttention
 from foretoken.models.llama import Llama
 
 
-class ResidentPass(NamedTuple):
+class OverlapPass(NamedTuple):
     """A pass over a batch that kernels fill.
 
     Attributes:
@@ -81,7 +81,7 @@ class DeviceLlama(Llama[DeviceProgram]):
 
     @property
     def generation(self) -> int:
-        """Return the generation of the passes' buffers; see ResidentPass."""
+        """Return the generation of the passes' buffers; see OverlapPass."""
         return self._passes.generation
 
     @property
@@ -89,28 +89,28 @@ class DeviceLlama(Llama[DeviceProgram]):
         """Return the rows of the largest pass over prompts alone that has a graph."""
         return self._passes.most_prompt_rows
 
-    def resident_pass(
+    def overlap_pass(
         self, features: tuple[int, ...], rows: int, seqs: int, max_seq_rows: int, blocks: int
-    ) -> ResidentPass:
+    ) -> OverlapPass:
         """Return a pass over batches of these sizes, which kernels fill on the device.
 
         ``features``: as for ``forward``. Raises ValueError for more than the largest pass.
         """
-        return self._resident_pass(
+        return self._overlap_pass(
             self._loaded(features), self._passes.batch_of(rows, seqs, max_seq_rows, blocks), features
         )
 
-    def joined_pass(self, features: tuple[int, ...], shape: BatchShape) -> ResidentPass:
+    def joined_pass(self, features: tuple[int, ...], shape: BatchShape) -> OverlapPass:
         """Return a pass whose first rows kernels fill, as above, and whose other rows are prompts'.
 
         Raises ValueError for more than the largest pass.
         """
         loaded = self._loaded(features, wants_few=self._end_before_last_layer(features))
-        return self._resident_pass(loaded, self._passes.joined_batch(shape), features)
+        return self._overlap_pass(loaded, self._passes.joined_batch(shape), features)
 
-    def _resident_pass(self, loaded: DeviceProgram, batch: DeviceBatch, features: tuple[int, ...]) -> ResidentPass:
+    def _overlap_pass(self, loaded: DeviceProgram, batch: DeviceBatch, features: tuple[int, ...]) -> OverlapPass:
         arrays, width = batch.arrays, len(features) * self.config.hidden_size
-        return ResidentPass(
+        return OverlapPass(
             batch,
             lambda: self._passes.launch(loaded, arrays),
             self._passes.generation,

@@ -56,7 +56,7 @@ from foretoken.transports.transport import QueuedTransport, RequestQueue, Transp
 if TYPE_CHECKING:
     import torch
 
-    from foretoken.transports.shared_overlap_memory import ResidentShare
+    from foretoken.transports.shared_overlap_memory import SharedOverlapMemory
 
 # Seconds that the hand-over of the descriptors may take once the drafter has connected.
 HAND_OVER_TIMEOUT_S = 5.0
@@ -208,12 +208,12 @@ class ArenaTransport(QueuedTransport):
                 layout.block_size,
                 counters,
                 releases_are_answered=True,
-                resident_capacity=layout.resident_capacity,
+                overlap_capacity=layout.overlap_capacity,
             )
         )
         self._layout = layout
         self._weights_fds = weights_fds
-        self._share: ResidentShare | None = None
+        self._share: SharedOverlapMemory | None = None
         self._share_fds: list[int] = []
         self._digest = hashlib.sha256(challenge).digest()
         self._spin_us = default_spin_us() if spin_us is None else spin_us
@@ -221,16 +221,16 @@ class ArenaTransport(QueuedTransport):
         self._num_taken = 0
         self._drafter: _DrafterConnection | None = None
         self._memory = _ArenaMemory(layout, ArenaHeader(layout, epoch, challenge))
-        if layout.resident is not None:
+        if layout.overlap is not None:
             assert device is not None, "the layout has device memory"
-            from foretoken.transports.shared_overlap_memory import ResidentShare
+            from foretoken.transports.shared_overlap_memory import SharedOverlapMemory
 
             try:
-                self._share, self._share_fds = ResidentShare.new(layout.resident, device)
+                self._share, self._share_fds = SharedOverlapMemory.new(layout.overlap, device)
             except BaseException:
                 self._memory.close()
                 raise
-            self.resident, self.order = self._share.memory, self._share.order
+            self.overlap_memory, self.order = self._share.memory, self._share.order
 
     def is_open(self) -> bool:
         with self._lock:

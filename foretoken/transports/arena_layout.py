@@ -27,12 +27,12 @@ from foretoken.transports.transport import (
     ROWS_PER_SLOT,
     WINDOW,
     check_request,
-    resident_token_capacity,
+    overlap_token_capacity,
     token_capacity_for,
 )
 
 if TYPE_CHECKING:
-    from foretoken.overlap_memory import ResidentLayout
+    from foretoken.overlap_memory import OverlapLayout
 
 MAGIC = b"FTARENA\0"
 LAYOUT_VERSION = 6
@@ -49,23 +49,23 @@ _DTYPE_NAMES = {DTYPE_FLOAT32: "float32", DTYPE_BFLOAT16: "bfloat16", DTYPE_FLOA
 
 KIND_DRAFT = 1
 KIND_RELEASE = 2
-KIND_RESIDENT = 3
+KIND_OVERLAPPED = 3
 _BEGINS = 1
 _IS_LAST = 2
 
 # Descriptors of every hand-over, of some hand-overs, and the most of all.
 _DESCRIPTORS = ("requests", "replies", "request_bell", "reply_bell")
 _WEIGHT_DESCRIPTORS = ("weights", "weights_memory")
-_RESIDENT_DESCRIPTORS = ("device_memory", "flag_words")
-MAX_DESCRIPTORS = len(_DESCRIPTORS) + len(_WEIGHT_DESCRIPTORS) + len(_RESIDENT_DESCRIPTORS)
+_OVERLAP_DESCRIPTORS = ("device_memory", "flag_words")
+MAX_DESCRIPTORS = len(_DESCRIPTORS) + len(_WEIGHT_DESCRIPTORS) + len(_OVERLAP_DESCRIPTORS)
 
 # Linux 5.1: later mappings cannot be writable. Not in the fcntl module before Python 3.13.
 F_SEAL_FUTURE_WRITE = 0x0010
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _MAX_MEMORY_BYTES = 1 << 32
-# Kind, epoch, step id, rows, tokens, hidden states, blocks, prediction tokens; a resident step's
-# number, marks, seats and first row of prompts' hidden states.
+# Kind, epoch, step id, rows, tokens, hidden states, blocks, prediction tokens; an overlapped
+# step's number, marks, batch rows and first row of prompts' hidden states.
 _REQUEST_HEAD = struct.Struct("<12Q")
 _REPLY_HEAD = struct.Struct("<4Q")  # epoch, step id, rows, nodes
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -90,16 +90,16 @@ class ArenaLayout:
     block_size: int = 16
     # Whether the target's weights are handed over (foretoken.transports.shared_weights).
     has_weights: int = 0
-    # Layout of the device memory that is handed over (foretoken.overlap_memory.ResidentLayout); all zero:
-    # none.
-    resident_seats: int = 0
-    resident_tokens: int = 0
-    resident_nodes: int = 0
-    resident_width: int = 0
-    resident_dtype: int = DTYPE_NONE
-    resident_prompt_rows: int = 0
+    # Layout of the device memory that is handed over (foretoken.overlap_memory.OverlapLayout); all
+    # zero: none.
+    overlap_batch_rows: int = 0
+    overlap_tokens: int = 0
+    overlap_nodes: int = 0
+    overlap_width: int = 0
+    overlap_dtype: int = DTYPE_NONE
+    overlap_prompt_rows: int = 0
     # New tokens, and blocks, of one request that refers to the device memory.
-    resident_capacity: int = 0
+    overlap_capacity: int = 0
 
     @staticmethod
     def of_target(
@@ -108,14 +108,14 @@ class ArenaLayout:
         token_capacity: int = DEFAULT_TOKEN_CAPACITY,
         *,
         weights: bool = False,
-        resident: ResidentLayout | None = None,
+        overlap: OverlapLayout | None = None,
     ) -> ArenaLayout:
         """Return a verifier's layout for this target and a drafter with these needs (None: it only
         needs tokens).
 
         Args:
             weights: whether the target's weights are handed over.
-            resident: layout of the device memory that is handed over, if any.
+            overlap: layout of the device memory that is handed over, if any.
         """
         max_rows = ROWS_PER_SLOT * target.max_slots
         width = _hidden_width(target, needs)
@@ -127,26 +127,26 @@ class ArenaLayout:
             hidden_width=width,
             block_size=target.block_size,
             has_weights=int(weights),
-            **({} if resident is None else _resident_fields(target, resident)),
+            **({} if overlap is None else _overlap_fields(target, overlap)),
         )
 
     @property
-    def resident(self) -> ResidentLayout | None:
+    def overlap(self) -> OverlapLayout | None:
         """The layout of the device memory, if there is some; call ``check`` first."""
-        if not self.resident_seats:
+        if not self.overlap_batch_rows:
             return None
         # Drafters without a model need no torch.
         import torch
 
-        from foretoken.overlap_memory import ResidentLayout
+        from foretoken.overlap_memory import OverlapLayout
 
-        return ResidentLayout(
-            self.resident_seats,
-            self.resident_tokens,
-            self.resident_nodes,
-            self.resident_width,
-            getattr(torch, _DTYPE_NAMES[self.resident_dtype]),
-            self.resident_prompt_rows,
+        return OverlapLayout(
+            self.overlap_batch_rows,
+            self.overlap_tokens,
+            self.overlap_nodes,
+            self.overlap_width,
+            getattr(torch, _DTYPE_NAMES[self.overlap_dtype]),
+            self.overlap_prompt_rows,
         )
 
     @property
@@ -155,7 +155,7 @@ class ArenaLayout:
         return (
             *_DESCRIPTORS,
             *(_WEIGHT_DESCRIPTORS if self.has_weights else ()),
-            *(_RESIDENT_DESCRIPTORS if self.resident_seats else ()),
+            *(_OVERLAP_DESCRIPTORS if self.overlap_batch_rows else ()),
         )
 
     def check(self, target: TargetInfo, needs: DrafterNeeds | None = None) -> None:
@@ -171,22 +171,22 @@ class ArenaLayout:
             "hidden_width": width,
             "block_size": target.block_size,
         }
-        if self.resident_seats:
-            if needs is None or not needs.resident:
+        if self.overlap_batch_rows:
+            if needs is None or not needs.overlaps:
                 raise PreconditionError("arena: it has device memory, which this drafter does not use")
-            expected |= {"resident_seats": target.max_slots, "resident_nodes": target.max_nodes}
-            expected |= {"resident_width": width}
-            expected |= {"resident_capacity": resident_token_capacity(target, self.resident_prompt_rows)}
+            expected |= {"overlap_batch_rows": target.max_slots, "overlap_nodes": target.max_nodes}
+            expected |= {"overlap_width": width}
+            expected |= {"overlap_capacity": overlap_token_capacity(target, self.overlap_prompt_rows)}
         for name, value in expected.items():
             if getattr(self, name) != value:
                 raise PreconditionError(f"arena: {name} is {getattr(self, name)}, this drafter needs {value}")
         if not (1 <= self.num_buffers <= 64 and self.max_rows <= self.token_capacity):
             raise PreconditionError(f"arena: {self.num_buffers} buffers of {self.token_capacity} tokens cannot be used")
-        if self.resident_seats and not (
-            1 <= self.resident_tokens <= self.max_nodes and self.resident_dtype in _DTYPE_NAMES
+        if self.overlap_batch_rows and not (
+            1 <= self.overlap_tokens <= self.max_nodes and self.overlap_dtype in _DTYPE_NAMES
         ):
             raise PreconditionError(
-                f"arena: device memory of {self.resident_tokens} tokens, type {self.resident_dtype} is unusable"
+                f"arena: device memory of {self.overlap_tokens} tokens, type {self.overlap_dtype} is unusable"
             )
         if max(self.request_bytes, self.reply_bytes) > _MAX_MEMORY_BYTES:
             raise PreconditionError(f"arena: larger than {_MAX_MEMORY_BYTES} bytes")
@@ -203,7 +203,7 @@ class ArenaLayout:
         if name == "prediction":
             return self.token_capacity
         # A row's new tokens may begin inside a block.
-        most = max(self.token_capacity, self.resident_capacity)
+        most = max(self.token_capacity, self.overlap_capacity)
         return most + (self.max_rows if name == "block_ids" else 0)
 
     @property
@@ -226,16 +226,16 @@ def _hidden_width(target: TargetInfo, needs: DrafterNeeds | None) -> int:
     return 0 if needs is None else len(needs.features) * target.hidden_size
 
 
-def _resident_fields(target: TargetInfo, layout: ResidentLayout) -> dict[str, int]:
+def _overlap_fields(target: TargetInfo, layout: OverlapLayout) -> dict[str, int]:
     codes = {name: code for code, name in _DTYPE_NAMES.items()}
     return {
-        "resident_seats": layout.seats,
-        "resident_tokens": layout.tokens,
-        "resident_nodes": layout.nodes,
-        "resident_width": layout.hidden_width,
-        "resident_dtype": codes[str(layout.hidden_dtype).removeprefix("torch.")],
-        "resident_prompt_rows": layout.prompt_rows,
-        "resident_capacity": resident_token_capacity(target, layout.prompt_rows),
+        "overlap_batch_rows": layout.batch_rows,
+        "overlap_tokens": layout.tokens,
+        "overlap_nodes": layout.nodes,
+        "overlap_width": layout.hidden_width,
+        "overlap_dtype": codes[str(layout.hidden_dtype).removeprefix("torch.")],
+        "overlap_prompt_rows": layout.prompt_rows,
+        "overlap_capacity": overlap_token_capacity(target, layout.prompt_rows),
     }
 
 
@@ -336,11 +336,11 @@ class RequestBuffer:
         rows = request.num_rows
         values = [getattr(request, name) for name in RAGGED_COLUMNS]
         counts = [len(array) for array in values]
-        step = request.resident
+        step = request.device_step
         kind, device = KIND_DRAFT, (0, 0, 0, 0)
         if step is not None:
             marks = (_BEGINS if step.begins else 0) | (_IS_LAST if step.is_last else 0)
-            kind, device = KIND_RESIDENT, (step.number, marks, step.num_seats, step.prompt_start)
+            kind, device = KIND_OVERLAPPED, (step.number, marks, step.num_batch_rows, step.prompt_start)
         head = kind, request.epoch, request.step_id, rows, *counts, *device
         _REQUEST_HEAD.pack_into(self._memory, self._offset, *head)
         self._row_bytes[:rows] = _bytes_of(request.rows)
@@ -362,13 +362,13 @@ class RequestBuffer:
         longer than copying them.
         """
         head = _REQUEST_HEAD.unpack_from(self._memory, self._offset)
-        kind, epoch, step_id, rows, *counts, number, marks, num_seats, prompt_start = head
+        kind, epoch, step_id, rows, *counts, number, marks, num_batch_rows, prompt_start = head
         room = [len(values) for values in self._ragged.values()]
         if rows > self._layout.max_rows or any(count > most for count, most in zip(counts, room, strict=True)):
             raise ValueError(f"a request of {rows} rows and {counts} ragged entries does not fit in the arena")
         if kind == KIND_RELEASE:
             return tuple(self._rows["slots"][:rows].tolist())
-        if kind not in (KIND_DRAFT, KIND_RESIDENT):
+        if kind not in (KIND_DRAFT, KIND_OVERLAPPED):
             raise ValueError(f"a request of unknown kind {kind}")
         ragged: dict[str, NDArray[Any]] = {}
         for (name, values), count in zip(self._ragged.items(), counts, strict=True):
@@ -378,11 +378,13 @@ class RequestBuffer:
                 ragged[name] = self._hidden_copy[:count]
                 ragged[name][:] = values[:count]
         records = self._row_bytes[:rows].copy().view(ROW_DTYPE)[:, 0]
-        resident = None
-        if kind == KIND_RESIDENT:
-            resident = DeviceStep(number, bool(marks & _BEGINS), bool(marks & _IS_LAST), num_seats, prompt_start)
+        device_step = None
+        if kind == KIND_OVERLAPPED:
+            device_step = DeviceStep(
+                number, bool(marks & _BEGINS), bool(marks & _IS_LAST), num_batch_rows, prompt_start
+            )
         starts = self._starts[:, : rows + 1].copy()
-        request = DraftRequest(epoch, step_id, records, starts, **ragged, resident=resident)
+        request = DraftRequest(epoch, step_id, records, starts, **ragged, device_step=device_step)
         check_request(request, self._layout.max_rows)
         return request
 

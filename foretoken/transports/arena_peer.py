@@ -27,7 +27,7 @@ from foretoken.transports.transport import TransportClosedError
 # Drafters without a model need no torch.
 if TYPE_CHECKING:
     from foretoken.models.target_weights import TargetWeights
-    from foretoken.transports.shared_overlap_memory import ResidentShare
+    from foretoken.transports.shared_overlap_memory import SharedOverlapMemory
 
 
 class ArenaPeer:
@@ -140,20 +140,20 @@ class ArenaPeer:
         self._connection.setblocking(False)
         return fds
 
-    def _map_share(self, needs: DrafterNeeds | None, handed: Mapping[str, int]) -> ResidentShare | None:
+    def _map_share(self, needs: DrafterNeeds | None, handed: Mapping[str, int]) -> SharedOverlapMemory | None:
         """Map the device memory, if any.
 
         Raises PreconditionError if this process does not see the device.
         """
-        layout = self._layout.resident
+        layout = self._layout.overlap
         if layout is None:
             return None
         from foretoken.models.backend import device_of
-        from foretoken.transports.shared_overlap_memory import ResidentShare
+        from foretoken.transports.shared_overlap_memory import SharedOverlapMemory
 
         assert needs is not None, "checked with the layout"
         fds = [handed["device_memory"], handed["flag_words"]]
-        return ResidentShare.mapped(layout, device_of(needs.device), fds)
+        return SharedOverlapMemory.mapped(layout, device_of(needs.device), fds)
 
     def _answer_self_test(self, challenge: bytes) -> bytes:
         if self._request_bell.take() != 1:

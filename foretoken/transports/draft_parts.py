@@ -28,7 +28,7 @@ def split_request(request: DraftRequest, token_capacity: int, block_size: int) -
     only add tokens. All have the request's step id. ``token_capacity`` is at least the number of
     rows. A request whose tokens are in device memory stays whole.
     """
-    if request.resident is not None:
+    if request.device_step is not None:
         return [request]
     parts: list[DraftRequest] = []
     if len(request.prediction) > token_capacity:

@@ -42,7 +42,8 @@ def target_from_proto(message: drafter_pb2.TargetInfo) -> TargetInfo:
 
 
 def needs_to_proto(algorithm: str, needs: DrafterNeeds) -> drafter_pb2.PrepareResponse:
-    return drafter_pb2.PrepareResponse(algorithm=algorithm, **asdict(needs))
+    values = asdict(needs)
+    return drafter_pb2.PrepareResponse(algorithm=algorithm, resident=values.pop("overlaps"), **values)
 
 
 def needs_from_proto(message: drafter_pb2.PrepareResponse, target: TargetInfo) -> DrafterNeeds:
@@ -56,7 +57,7 @@ def needs_from_proto(message: drafter_pb2.PrepareResponse, target: TargetInfo) -
 def request_to_proto(request: DraftRequest) -> drafter_pb2.DraftRequest:
     """Convert a request, which must carry its tokens: only sides on one device share device
     memory."""
-    assert request.resident is None, "a gRPC stream shares no device memory"
+    assert request.device_step is None, "a gRPC stream shares no device memory"
     columns: dict[str, Any] = {name: getattr(request, name).tolist() for name in ROW_COLUMNS}
     for values, starts in RAGGED_COLUMNS.items():
         columns[starts] = getattr(request, starts).tolist()

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 
 import torch
 
-from foretoken.overlap_memory import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.overlap_memory import OverlapLayout, OverlapMemory, StreamOrder
 from foretoken.transports.arena_layout import SIZE_SEALS, map_memory, new_memory, seal
 from foretoken.transports.cuda_memory import CudaMemory
 from foretoken.transports.flag_words import EVERY_STEP, FLAG_BYTES, CudaOrder, FlagWords, HostOrder
 
 
-class ResidentShare:
+class SharedOverlapMemory:
     """One side's mapping.
 
     A tensor of ``memory`` keeps the mapping alive, ``order`` keeps the flag words alive.
@@ -28,14 +28,14 @@ class ResidentShare:
     transport. Nothing is unmapped before its last user has released it and its streams are idle.
     """
 
-    def __init__(self, layout: ResidentLayout, raw: torch.Tensor, order: StreamOrder) -> None:
+    def __init__(self, layout: OverlapLayout, raw: torch.Tensor, order: StreamOrder) -> None:
         """``raw``: the memory, uint8 [layout.num_bytes]."""
         self._raw = raw
-        self.memory = ResidentMemory.over(raw, layout)
+        self.memory = OverlapMemory.over(raw, layout)
         self.order = order
 
     @staticmethod
-    def new(layout: ResidentLayout, device: torch.device) -> tuple[ResidentShare, list[int]]:
+    def new(layout: OverlapLayout, device: torch.device) -> tuple[SharedOverlapMemory, list[int]]:
         """Make zeroed memory; return it and the descriptors to hand over, which the caller closes.
 
         Raises UnavailableError or PreconditionError with the name of CUDA's error.
@@ -46,23 +46,23 @@ class ResidentShare:
             seal(flags_fd, SIZE_SEALS)
             words = FlagWords(map_memory(flags_fd, FLAG_BYTES, writable=True))
             if device.type == "cpu":
-                memory_fd = new_memory("foretoken-resident", layout.num_bytes)
+                memory_fd = new_memory("foretoken-overlap", layout.num_bytes)
                 undo.callback(os.close, memory_fd)
                 seal(memory_fd, SIZE_SEALS)
-                share = ResidentShare(layout, _map_host(memory_fd, layout.num_bytes), HostOrder(words))
+                share = SharedOverlapMemory(layout, _map_host(memory_fd, layout.num_bytes), HostOrder(words))
             else:
                 order = CudaOrder(words, device)
                 memory = CudaMemory(device, layout.num_bytes, drain=order.drain)
                 memory_fd = memory.export()
                 undo.callback(os.close, memory_fd)
-                share = ResidentShare(layout, memory.tensor(), order)
+                share = SharedOverlapMemory(layout, memory.tensor(), order)
                 with _beside_all_work(device):
                     share._raw.zero_()
             undo.pop_all()
         return share, [memory_fd, flags_fd]
 
     @staticmethod
-    def mapped(layout: ResidentLayout, device: torch.device, fds: list[int]) -> ResidentShare:
+    def mapped(layout: OverlapLayout, device: torch.device, fds: list[int]) -> SharedOverlapMemory:
         """Map memory that another process made with ``new``.
 
         The caller closes the descriptors ``fds``.
@@ -72,10 +72,10 @@ class ResidentShare:
         memory_fd, flags_fd = fds
         words = FlagWords(map_memory(flags_fd, FLAG_BYTES, writable=True))
         if device.type == "cpu":
-            return ResidentShare(layout, _map_host(memory_fd, layout.num_bytes), HostOrder(words))
+            return SharedOverlapMemory(layout, _map_host(memory_fd, layout.num_bytes), HostOrder(words))
         order = CudaOrder(words, device)
         memory = CudaMemory(device, layout.num_bytes, drain=order.drain, fd=memory_fd)
-        return ResidentShare(layout, memory.tensor(), order)
+        return SharedOverlapMemory(layout, memory.tensor(), order)
 
     def write_proof(self, proof: bytes) -> None:
         """Write the bytes of a self-test for the other side; they are in the memory on return."""

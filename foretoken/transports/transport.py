@@ -24,7 +24,7 @@ from foretoken.transports.draft_parts import split_request
 from foretoken.tree import Int32
 
 if TYPE_CHECKING:
-    from foretoken.overlap_memory import ResidentMemory
+    from foretoken.overlap_memory import OverlapMemory
 
 # New tokens of one request on the wire. Larger requests are split; four long prompts take a few
 # parts.
@@ -58,7 +58,7 @@ def token_capacity_for(
     return max(most, max_rows)
 
 
-def resident_token_capacity(target: TargetInfo, prompt_rows: int) -> int:
+def overlap_token_capacity(target: TargetInfo, prompt_rows: int) -> int:
     """Return how many new tokens a request with prompt rows may carry.
 
     It is not split. One prompt may begin with a cached prefix of any length.
@@ -77,9 +77,9 @@ class DraftTransport(ABC):
 
     Attributes:
         name: shared-memory, grpc or in-process.
-        resident: the device memory shared with the drafter; None: there is none, and no request may
-            refer to it. Queued work may use this and ``order`` after ``close``; they live until
-            their last user is gone.
+        overlap_memory: the device memory shared with the drafter; None: there is none, and no
+            request may refer to it. Queued work may use this and ``order`` after ``close``; they
+            live until their last user is gone.
         order: between the verifier's work on the device memory and the drafter's.
     """
 
@@ -89,7 +89,7 @@ class DraftTransport(ABC):
         # Drafters without a model need no torch; a verifier has it.
         from foretoken.overlap_memory import StreamOrder
 
-        self.resident: ResidentMemory | None = None
+        self.overlap_memory: OverlapMemory | None = None
         self.order = StreamOrder()
         self._lock = threading.Lock()
         self._closed = False
@@ -163,14 +163,14 @@ def check_request(request: DraftRequest, max_rows: int) -> None:
             raise ValueError(f"the offsets of {name} in a draft request contradict it")
     if len(request.hidden) and (np.diff(request.hidden_starts) > np.diff(request.new_token_starts)).any():
         raise ValueError("a draft request has more hidden states than new tokens")
-    step = request.resident
+    step = request.device_step
     if step is None:
         return
-    if not 0 <= step.num_seats <= rows:
-        raise ValueError(f"a draft request of {rows} rows has {step.num_seats} seats")
+    if not 0 <= step.num_batch_rows <= rows:
+        raise ValueError(f"a draft request of {rows} rows has {step.num_batch_rows} batch rows")
     counts, device_hidden = np.diff(request.new_token_starts), request.device_hidden
-    if counts[: step.num_seats].any() or (device_hidden < 0).any() or (device_hidden > counts).any():
-        raise ValueError("a draft request has new tokens in a seat, or more hidden states than new tokens")
+    if counts[: step.num_batch_rows].any() or (device_hidden < 0).any() or (device_hidden > counts).any():
+        raise ValueError("a draft request has new tokens in a batch row, or more hidden states than new tokens")
 
 
 def check_batch(batch: DraftBatch, max_nodes: Int32) -> None:
@@ -215,7 +215,7 @@ def probe_request(epoch: int, step_id: int) -> DraftRequest:
 def answer(drafter: Drafter, request: DraftRequest) -> DraftBatch:
     """Return the drafter's reply, checked as the verifier will, so that a fault shows at the
     drafter."""
-    if request.num_rows == 0 and request.resident is None:
+    if request.num_rows == 0 and request.device_step is None:
         empty = np.zeros(0, np.int32)
         return DraftBatch(request.epoch, request.step_id, np.zeros(1, np.int32), empty, empty, np.zeros(0, np.float32))
     batch = drafter.draft(request)
@@ -246,18 +246,18 @@ class RequestQueue:
         counters: TransportCounters,
         *,
         releases_are_answered: bool,
-        resident_capacity: int = 0,
+        overlap_capacity: int = 0,
     ) -> None:
         """``token_capacity``: new tokens of one part, at least ``max_rows``.
 
-        ``block_size``: of the target. ``resident_capacity``: new tokens, and blocks, of a request
+        ``block_size``: of the target. ``overlap_capacity``: new tokens, and blocks, of a request
         that refers to device memory.
         """
         assert token_capacity >= max_rows, "the last part of a split request has a token for each row"
         self._max_rows = max_rows
         self._releases_are_answered = releases_are_answered
         self._token_capacity = token_capacity
-        self._resident_capacity = resident_capacity
+        self._overlap_capacity = overlap_capacity
         self._block_size = block_size
         self._counters = counters
         self._waiting: deque[_Part | tuple[int, ...]] = deque()
@@ -283,8 +283,8 @@ class RequestQueue:
         self._awaited_step_id = None
         is_too_large = request.num_rows > self._max_rows or (
             # Such a request is not split.
-            request.resident is not None
-            and max(len(request.new_tokens), len(request.block_ids)) > self._resident_capacity
+            request.device_step is not None
+            and max(len(request.new_tokens), len(request.block_ids)) > self._overlap_capacity
         )
         if is_too_large or len(self._waiting) > MAX_WAITING:
             self._counters.num_dropped += 1
@@ -407,11 +407,11 @@ class InProcessTransport(DraftTransport):
         self,
         drafter: Drafter,
         counters: TransportCounters,
-        resident: ResidentMemory | None = None,
+        overlap_memory: OverlapMemory | None = None,
     ) -> None:
-        """``resident``: device memory that the drafter also has."""
+        """``overlap_memory``: device memory that the drafter also has."""
         super().__init__()
-        self.resident = resident
+        self.overlap_memory = overlap_memory
         self._drafter = drafter
         self._counters = counters
         self._batch: DraftBatch | None = None

@@ -156,7 +156,7 @@ class Router:
         free = np.maximum(FREE_SHARE * fleet.rows, LEAST_FREE)
         bound = self._load_bound * mean
         if total <= all_rows:
-            # While others have seats, it is no use to wait for one.
+            # While other verifiers are free, waiting is no use.
             bound = np.minimum(bound, fleet.rows)
         bound = np.maximum(bound, free)
         is_usual = (fleet.usual < bound) | (fleet.load < mean)

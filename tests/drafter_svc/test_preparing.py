@@ -11,22 +11,22 @@ import torch
 from drafter_svc.session import AttachedVerifier
 from drafter_svc.thread import DrafterThread
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
-from foretoken.overlap_memory import ResidentLayout
+from foretoken.overlap_memory import OverlapLayout
 from foretoken.transports.arena import ArenaListener, ArenaTransport
 from foretoken.transports.arena_layout import ArenaLayout
 from foretoken.transports.doorbell import Waiter
 from foretoken.transports.transport import TransportCounters
 from tests.support.draft_requests import draft_request
-from tests.support.overlap_drafter import NUM_KINDS, ResidentDrafter
+from tests.support.overlap_drafter import NUM_KINDS, OverlapDrafter
 
 TARGET = TargetInfo("m", 1000, 1024, max_slots=4, max_nodes=8, hidden_size=2, num_layers=4)
-LAYOUT = ResidentLayout(seats=4, tokens=5, nodes=8, hidden_width=2, hidden_dtype=torch.float32)
+LAYOUT = OverlapLayout(batch_rows=4, tokens=5, nodes=8, hidden_width=2, hidden_dtype=torch.float32)
 EPOCH = 11
 # The suite's time limit ends a test that hangs.
 LONG_S = 600.0
 
 
-class Slow(ResidentDrafter):
+class Slow(OverlapDrafter):
     """Each preparation waits until the test lets it finish."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def thread(drafter: Slow) -> Iterator[DrafterThread]:
 
 
 def attach(thread: DrafterThread, drafter: Slow) -> tuple[AttachedVerifier, ArenaTransport]:
-    layout = ArenaLayout.of_target(TARGET, drafter.needs(TARGET), resident=LAYOUT)
+    layout = ArenaLayout.of_target(TARGET, drafter.needs(TARGET), overlap=LAYOUT)
     transport = ArenaTransport(layout, EPOCH, b"c" * 32, TransportCounters(), device=torch.device("cpu"))
     listener = ArenaListener()
     attaching = thread.attach(EPOCH, TARGET, listener.path)

@@ -19,7 +19,7 @@ SECOND = 10**9
 def test_rounds_tokens_and_time_add_up_for_each_sequence() -> None:
     counts = RoundCounts(4)
     counts.count(draft_request([[1, 2, 3], [4]], max_nodes=[4, 1]), 10 * SECOND, 11 * SECOND)
-    # An empty seat has slot -1.
+    # An empty batch row has slot -1.
     request = draft_request([[5], [], []], slots=[0, -1, -1], generations=[1, 0, 0], max_nodes=[4, 1, 1])
     counts.count(request, 20 * SECOND, 22 * SECOND)
     assert counts.take(0, 1) == SequenceRounds(10 * SECOND, 22 * SECOND, 2, 4, 3.0)

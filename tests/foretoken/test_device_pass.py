@@ -246,6 +246,6 @@ def test_few_numbers_of_sequences_have_graphs_of_their_own(folder: Path, device:
     assert {seq_bucket(count) for count in range(1, 17)} == {1, 2, 4, 8, 16}
     assert all(count <= seq_bucket(count) < 2 * count for count in range(1, 700))
     model = llama(folder, Backend("gpu", torch.device(device)), SIZES._replace(seqs=7))
-    batches = [model.resident_pass((), 8, seqs, 2, 2).batch for seqs in range(1, 8)]
+    batches = [model.overlap_pass((), 8, seqs, 2, 2).batch for seqs in range(1, 8)]
     assert [batch.shape.seqs for batch in batches] == [1, 2, 4, 4, 7, 7, 7]
     assert len({id(batch) for batch in batches}) == 4

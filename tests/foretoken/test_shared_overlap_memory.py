@@ -29,22 +29,22 @@ from foretoken.errors import PreconditionError, UnavailableError
 from foretoken.models.backend import Backend
 from foretoken.models.target_weights import TargetWeights
 from foretoken.models.weight_layout import RowLayout
-from foretoken.overlap_memory import ResidentLayout, ResidentMemory
+from foretoken.overlap_memory import OverlapLayout, OverlapMemory
 from foretoken.transports.arena import ArenaListener, ArenaTransport
 from foretoken.transports.arena_layout import MAX_DESCRIPTORS, ArenaHeader, ArenaLayout, RequestBuffer
 from foretoken.transports.arena_peer import ArenaPeer
 from foretoken.transports.doorbell import Waiter
 from foretoken.transports.draft_wire import needs_from_proto, needs_to_proto
 from foretoken.transports.flag_words import EVERY_STEP, FLAG_BYTES, FlagWords, HostOrder
-from foretoken.transports.shared_overlap_memory import ResidentShare
+from foretoken.transports.shared_overlap_memory import SharedOverlapMemory
 from foretoken.transports.shared_weights import SharedWeights
 from foretoken.transports.transport import TransportCounters, check_request
 from tests.support.draft_requests import assert_same_request, draft_request
 
 TARGET = TargetInfo("m", 1000, 1024, max_slots=6, max_nodes=16, hidden_size=8, num_layers=4)
-NEEDS = DrafterNeeds(features=(0, 2), num_rerun=1, weights=True, device="cpu", resident=True)
-RESIDENT = ResidentLayout(seats=6, tokens=5, nodes=16, hidden_width=16, hidden_dtype=torch.bfloat16, prompt_rows=9)
-LAYOUT = ArenaLayout.of_target(TARGET, NEEDS, token_capacity=16, resident=RESIDENT)
+NEEDS = DrafterNeeds(features=(0, 2), num_rerun=1, weights=True, device="cpu", overlaps=True)
+OVERLAP = OverlapLayout(batch_rows=6, tokens=5, nodes=16, hidden_width=16, hidden_dtype=torch.bfloat16, prompt_rows=9)
+LAYOUT = ArenaLayout.of_target(TARGET, NEEDS, token_capacity=16, overlap=OVERLAP)
 CPU = torch.device("cpu")
 CHALLENGE = bytes(range(32))
 EPOCH = 7
@@ -74,40 +74,40 @@ def ends(**options: Any) -> Iterator[tuple[ArenaTransport, ArenaPeer]]:
     transport.close()
 
 
-def memories(transport: ArenaTransport, peer: ArenaPeer) -> tuple[ResidentMemory, ResidentMemory]:
-    assert transport.resident is not None and peer.share is not None
-    return transport.resident, peer.share.memory
+def memories(transport: ArenaTransport, peer: ArenaPeer) -> tuple[OverlapMemory, OverlapMemory]:
+    assert transport.overlap_memory is not None and peer.share is not None
+    return transport.overlap_memory, peer.share.memory
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [0, 16])
 def test_the_layout_survives_the_header(dtype: torch.dtype, width: int) -> None:
-    resident = RESIDENT._replace(hidden_dtype=dtype, hidden_width=width)
-    needs = NEEDS if width else DrafterNeeds(device="cpu", resident=True)
+    overlap = OVERLAP._replace(hidden_dtype=dtype, hidden_width=width)
+    needs = NEEDS if width else DrafterNeeds(device="cpu", overlaps=True)
     layout = ArenaHeader.unpack(
-        ArenaHeader(ArenaLayout.of_target(TARGET, needs, resident=resident), EPOCH, CHALLENGE).pack()
+        ArenaHeader(ArenaLayout.of_target(TARGET, needs, overlap=overlap), EPOCH, CHALLENGE).pack()
     ).layout
     layout.check(TARGET, needs)
-    assert layout.resident == resident
+    assert layout.overlap == overlap
 
 
 def test_without_device_memory_all_its_fields_are_zero() -> None:
     layout = ArenaLayout.of_target(TARGET, NEEDS)
-    assert layout.resident is None
-    assert not any(getattr(layout, name) for name in ArenaLayout.__slots__ if name.startswith("resident_"))
+    assert layout.overlap is None
+    assert not any(getattr(layout, name) for name in ArenaLayout.__slots__ if name.startswith("overlap_"))
 
 
 @pytest.mark.parametrize(
     ("change", "needs", "message"),
     [
-        ({"resident_seats": 5}, NEEDS, "resident_seats is 5, this drafter needs 6"),
-        ({"resident_nodes": 8}, NEEDS, "resident_nodes is 8, this drafter needs 16"),
-        ({"resident_width": 8}, NEEDS, "resident_width is 8, this drafter needs 16"),
-        ({"resident_tokens": 0}, NEEDS, "device memory of 0 tokens"),
-        ({"resident_tokens": 17}, NEEDS, "device memory of 17 tokens"),
-        ({"resident_capacity": 8}, NEEDS, "resident_capacity is 8, this drafter needs 8201"),
-        ({"resident_dtype": 1}, NEEDS, "type 1 is unusable"),
-        ({}, replace(NEEDS, resident=False), "which this drafter does not use"),
+        ({"overlap_batch_rows": 5}, NEEDS, "overlap_batch_rows is 5, this drafter needs 6"),
+        ({"overlap_nodes": 8}, NEEDS, "overlap_nodes is 8, this drafter needs 16"),
+        ({"overlap_width": 8}, NEEDS, "overlap_width is 8, this drafter needs 16"),
+        ({"overlap_tokens": 0}, NEEDS, "device memory of 0 tokens"),
+        ({"overlap_tokens": 17}, NEEDS, "device memory of 17 tokens"),
+        ({"overlap_capacity": 8}, NEEDS, "overlap_capacity is 8, this drafter needs 8201"),
+        ({"overlap_dtype": 1}, NEEDS, "type 1 is unusable"),
+        ({}, replace(NEEDS, overlaps=False), "which this drafter does not use"),
     ],
 )
 def test_other_device_memory_is_refused_by_name(change: dict[str, int], needs: DrafterNeeds, message: str) -> None:
@@ -117,12 +117,12 @@ def test_other_device_memory_is_refused_by_name(change: dict[str, int], needs: D
 
 
 @given(number=st.integers(1, EVERY_STEP), begins=st.booleans(), is_last=st.booleans(), rows=st.integers(0, 6))
-def test_a_resident_step_comes_out_of_the_head_as_it_went_in(
+def test_an_overlapped_step_comes_out_of_the_head_as_it_went_in(
     number: int, begins: bool, is_last: bool, rows: int
 ) -> None:
     buffer = RequestBuffer(mmap.mmap(-1, LAYOUT.request_bytes), LAYOUT, 0)
     step = DeviceStep(number, begins, is_last, rows)
-    request = draft_request([[]] * rows, block_ids=[[row, row + 1] for row in range(rows)], resident=step)
+    request = draft_request([[]] * rows, block_ids=[[row, row + 1] for row in range(rows)], device_step=step)
     buffer.write(request)
     got = buffer.read()
     assert not isinstance(got, tuple)
@@ -130,18 +130,18 @@ def test_a_resident_step_comes_out_of_the_head_as_it_went_in(
     # Leftovers in the buffer say nothing about the next one.
     buffer.write(draft_request([[5]]))
     following = buffer.read()
-    assert not isinstance(following, tuple) and following.resident is None
+    assert not isinstance(following, tuple) and following.device_step is None
 
 
 def test_prompt_rows_have_room_for_a_chunk_after_a_cached_prefix() -> None:
     """Hidden states of ordinary requests bound their tokens, and do not bound these."""
-    count = TARGET.max_model_len + RESIDENT.prompt_rows
+    count = TARGET.max_model_len + OVERLAP.prompt_rows
     assert LAYOUT.token_capacity < count
     buffer = RequestBuffer(mmap.mmap(-1, LAYOUT.request_bytes), LAYOUT, 0)
     blocks = list(range(-(-count // LAYOUT.block_size)))
-    step = DeviceStep(5, begins=True, is_last=False, num_seats=1, prompt_start=RESIDENT.prompt_rows)
-    request = draft_request([[], list(range(count))], block_ids=[[7], blocks], resident=step)
-    request.rows["device_hidden"] = 0, RESIDENT.prompt_rows
+    step = DeviceStep(5, begins=True, is_last=False, num_batch_rows=1, prompt_start=OVERLAP.prompt_rows)
+    request = draft_request([[], list(range(count))], block_ids=[[7], blocks], device_step=step)
+    request.rows["device_hidden"] = 0, OVERLAP.prompt_rows
     buffer.write(request)
     got = buffer.read()
     assert not isinstance(got, tuple)
@@ -149,19 +149,19 @@ def test_prompt_rows_have_room_for_a_chunk_after_a_cached_prefix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_seats", "device_hidden", "message"),
+    ("num_batch_rows", "device_hidden", "message"),
     [
-        (3, (0, 2), "2 rows has 3 seats"),
-        (2, (0, 2), "new tokens in a seat"),
+        (3, (0, 2), "2 rows has 3 batch rows"),
+        (2, (0, 2), "new tokens in a batch row"),
         (1, (0, 4), "more hidden states than new tokens"),
         (1, (0, -1), "more hidden states than new tokens"),
     ],
 )
-def test_seats_and_prompt_rows_that_cannot_be_are_refused(
-    num_seats: int, device_hidden: tuple[int, int], message: str
+def test_batch_rows_and_prompt_rows_that_cannot_be_are_refused(
+    num_batch_rows: int, device_hidden: tuple[int, int], message: str
 ) -> None:
-    step = DeviceStep(5, begins=True, is_last=False, num_seats=num_seats)
-    request = draft_request([[], [1, 2, 3]], resident=step)
+    step = DeviceStep(5, begins=True, is_last=False, num_batch_rows=num_batch_rows)
+    request = draft_request([[], [1, 2, 3]], device_step=step)
     request.rows["device_hidden"] = device_hidden
     with pytest.raises(ValueError, match=message):
         check_request(request, 6)
@@ -171,22 +171,22 @@ def test_descriptors_are_named_by_the_layout() -> None:
     always = ("requests", "replies", "request_bell", "reply_bell")
     device = ("device_memory", "flag_words")
     for weights in (False, True):
-        for resident in (None, RESIDENT):
-            layout = ArenaLayout.of_target(TARGET, NEEDS, weights=weights, resident=resident)
-            expected = (*always, *(("weights", "weights_memory") if weights else ()), *(device if resident else ()))
+        for overlap in (None, OVERLAP):
+            layout = ArenaLayout.of_target(TARGET, NEEDS, weights=weights, overlap=overlap)
+            expected = (*always, *(("weights", "weights_memory") if weights else ()), *(device if overlap else ()))
             assert layout.descriptors == expected and len(expected) <= MAX_DESCRIPTORS
 
 
 def test_both_sides_have_the_memory_zeroed_and_the_weights_in_their_place() -> None:
     head = torch.arange(2 * 64, dtype=torch.float32).view(64, 2)
     weights = SharedWeights(TargetWeights(64, 2, True, RowLayout(CPU, torch.float32), head, head), Backend("gpu", CPU))
-    layout = ArenaLayout.of_target(TARGET, NEEDS, weights=True, resident=RESIDENT)
+    layout = ArenaLayout.of_target(TARGET, NEEDS, weights=True, overlap=OVERLAP)
     with ends(layout=layout, weights_fds=weights.filenos()) as (transport, peer):
         ours, theirs = memories(transport, peer)
-        for name in ResidentMemory._fields[1:]:
+        for name in OverlapMemory._fields[1:]:
             assert not getattr(ours, name).to(torch.float32).any(), name
             assert not getattr(theirs, name).to(torch.float32).any(), name
-        assert theirs.layout == RESIDENT
+        assert theirs.layout == OVERLAP
         assert peer.weights is not None and torch.equal(peer.weights.head, head)
         ours.new_tokens[3] = torch.arange(5, dtype=torch.int32)
         ours.hidden[29] = 2.5
@@ -198,7 +198,7 @@ def test_both_sides_have_the_memory_zeroed_and_the_weights_in_their_place() -> N
 
 def test_without_device_memory_there_is_none_and_the_order_is_plain() -> None:
     with ends(layout=ArenaLayout.of_target(TARGET, NEEDS)) as (transport, peer):
-        assert transport.resident is None and peer.share is None
+        assert transport.overlap_memory is None and peer.share is None
         transport.order.await_draft(1)
 
 
@@ -222,7 +222,7 @@ def test_another_number_of_descriptors_is_refused(num_sent: int) -> None:
 
 
 def test_a_drafter_that_does_not_see_the_digest_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ResidentShare, "write_proof", lambda self, proof: None)
+    monkeypatch.setattr(SharedOverlapMemory, "write_proof", lambda self, proof: None)
     transport = new_transport()
     with pytest.raises(PreconditionError, match="self-test: the device memory does not hold the digest"):
         hand_over(transport)
@@ -232,7 +232,7 @@ def test_a_drafter_that_does_not_see_the_digest_refuses(monkeypatch: pytest.Monk
 def test_a_verifier_whose_digest_stays_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     transport = new_transport()
     with monkeypatch.context() as patched:
-        patched.setattr(ResidentShare, "take_proof", lambda self, size: bytes(self._raw[:size].tolist()))
+        patched.setattr(SharedOverlapMemory, "take_proof", lambda self, size: bytes(self._raw[:size].tolist()))
         peer = hand_over(transport)
     with pytest.raises(PreconditionError, match="self-test: the drafter did not clear the digest"):
         transport.check_self_test()
@@ -327,5 +327,5 @@ def test_nothing_stays_open() -> None:
 
 def test_the_device_is_informed_when_a_drafter_is_prepared() -> None:
     assert needs_from_proto(needs_to_proto("EAGLE3", NEEDS), TARGET) == NEEDS
-    plain = replace(NEEDS, device="", resident=False)
+    plain = replace(NEEDS, device="", overlaps=False)
     assert needs_from_proto(needs_to_proto("EAGLE3", plain), TARGET) == plain

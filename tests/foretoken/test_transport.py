@@ -37,9 +37,9 @@ def batch(step_id: int, *trees: list[int], epoch: int = 1) -> DraftBatch:
     )
 
 
-def new_queue(counters: TransportCounters, token_capacity: int = 8, resident_capacity: int = 0) -> RequestQueue:
+def new_queue(counters: TransportCounters, token_capacity: int = 8, overlap_capacity: int = 0) -> RequestQueue:
     return RequestQueue(
-        8, token_capacity, BLOCK_SIZE, counters, releases_are_answered=True, resident_capacity=resident_capacity
+        8, token_capacity, BLOCK_SIZE, counters, releases_are_answered=True, overlap_capacity=overlap_capacity
     )
 
 
@@ -48,16 +48,16 @@ def test_a_request_that_fits_is_not_split() -> None:
     assert split_request(request, 3, BLOCK_SIZE) == [request]
 
 
-def test_a_request_of_a_resident_step_is_one_part() -> None:
-    step = DeviceStep(number=3, begins=False, is_last=False, num_seats=1)
-    request = draft_request([[], []], block_ids=[[4, 5], [6]], resident=step)
+def test_a_request_of_an_overlapped_step_is_one_part() -> None:
+    step = DeviceStep(number=3, begins=False, is_last=False, num_batch_rows=1)
+    request = draft_request([[], []], block_ids=[[4, 5], [6]], device_step=step)
     assert split_request(request, 1, BLOCK_SIZE) == [request]
     counters = TransportCounters()
-    queue = new_queue(counters, token_capacity=8, resident_capacity=9)
-    queue.add(draft_request([[]], block_ids=[list(range(10))], resident=step))
-    queue.add(draft_request([[], list(range(10))], resident=step))
+    queue = new_queue(counters, token_capacity=8, overlap_capacity=9)
+    queue.add(draft_request([[]], block_ids=[list(range(10))], device_step=step))
+    queue.add(draft_request([[], list(range(10))], device_step=step))
     assert (queue.next(), queue.is_awaiting, counters.num_dropped) == (None, False, 2)
-    whole = draft_request([[], list(range(9))], block_ids=[[], list(range(9))], resident=step)
+    whole = draft_request([[], list(range(9))], block_ids=[[], list(range(9))], device_step=step)
     queue.add(whole)
     assert queue.next() is whole
     queue.add(request)

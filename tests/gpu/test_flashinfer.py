@@ -146,7 +146,7 @@ def test_a_verifier_takes_it(wanted: Literal["auto", "flashinfer"], tmp_path: Pa
     )
     backend = Backend("gpu", torch.device(device))
     target = load_target(settings, memory_plan(settings, backend), backend, silent)
-    assert (target.run_ahead is None) == (wanted == "flashinfer")
+    assert (target.overlap_runs is None) == (wanted == "flashinfer")
     logits = target.runner.forward(
         chain_batch(np.arange(200, dtype=np.int32) % 60, 0, BLOCK, np.array([199], np.int32))
     )

@@ -148,5 +148,5 @@ def test_a_short_text_of_overlapped_steps(targets: Targets, kind: str, num_steps
     harness = on_device.harness(target, (kind,), device, dtype="float16", strict=True, num_steps=num_steps)
     got = harness.run([request])[0]
     assert got.error is None and got.token_ids == expected.token_ids and len(got.token_ids) == 9
-    assert harness.engine.counters.num_resident_steps > 1
+    assert harness.engine.counters.num_overlapped_steps > 1
     assert harness.speculator.drafters[0].counters.num_accepted_tokens > 0

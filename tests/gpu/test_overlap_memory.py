@@ -20,13 +20,13 @@ import pytest
 import torch
 
 from foretoken.models.backend import Backend, device_of, device_uuid
-from foretoken.overlap_memory import ResidentLayout, ResidentMemory
-from foretoken.transports.shared_overlap_memory import ResidentShare
+from foretoken.overlap_memory import OverlapLayout, OverlapMemory
+from foretoken.transports.shared_overlap_memory import SharedOverlapMemory
 from tests.support.environment import child_environment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(40)]
 
-LAYOUT = ResidentLayout(seats=16, tokens=6, nodes=32, hidden_width=3 * 4096, hidden_dtype=torch.bfloat16)
+LAYOUT = OverlapLayout(batch_rows=16, tokens=6, nodes=32, hidden_width=3 * 4096, hidden_dtype=torch.bfloat16)
 ROUNDS = 200
 # Rounds by which the hosts are ahead of the device.
 AHEAD = 2
@@ -38,7 +38,7 @@ LONG_S = 10.0
 class Work:
     """A side's graph: check the round's data of the other side, then a product, then write."""
 
-    def __init__(self, memory: ResidentMemory, is_owner: bool) -> None:
+    def __init__(self, memory: OverlapMemory, is_owner: bool) -> None:
         device = memory.stamp.device
         self.number = torch.zeros(1, dtype=torch.int32, device=device)
         self.num_wrong = torch.zeros(1, dtype=torch.int64, device=device)
@@ -111,7 +111,7 @@ def peer(connection: socket.socket) -> None:
     _, fds, _, _ = socket.recv_fds(connection, 1, 2)
     uuid = sys.argv[2]
     torch.zeros(1, device=device_of(uuid))
-    share = ResidentShare.mapped(LAYOUT, device_of(uuid), fds)
+    share = SharedOverlapMemory.mapped(LAYOUT, device_of(uuid), fds)
     for fd in fds:
         os.close(fd)
     assert share.take_proof(len(PROOF)) == PROOF
@@ -140,7 +140,7 @@ def peer_process(uuid: str) -> Iterator[tuple[subprocess.Popen[bytes], socket.so
     command = [
         sys.executable,
         "-c",
-        "from tests.gpu.test_resident_memory import main; main()",
+        "from tests.gpu.test_overlap_memory import main; main()",
         str(theirs.fileno()),
         uuid,
     ]
@@ -175,7 +175,7 @@ def _device() -> torch.device:
     return device
 
 
-def queue_wait(share: ResidentShare, number: int) -> torch.cuda.Event:
+def queue_wait(share: SharedOverlapMemory, number: int) -> torch.cuda.Event:
     """Let this side's stream wait for trees that never come; return an event after the wait."""
     event = torch.cuda.Event()
     share.order.await_draft(number)
@@ -201,7 +201,7 @@ def comes_back(device: torch.device, num_bytes: int, since: int) -> bool:
     return True
 
 
-def rounds(share: ResidentShare, connection: socket.socket) -> None:
+def rounds(share: SharedOverlapMemory, connection: socket.socket) -> None:
     """Run the verifier's side."""
     work = Work(share.memory, is_owner=True)
     connection.send(b"go")
@@ -222,7 +222,7 @@ def rounds(share: ResidentShare, connection: socket.socket) -> None:
 
 
 def test_rounds_between_two_processes_and_a_peer_that_stops_and_dies(device: torch.device) -> None:
-    share, fds = ResidentShare.new(LAYOUT, device)
+    share, fds = SharedOverlapMemory.new(LAYOUT, device)
     try:
         with peer_process(device_uuid(Backend("gpu", device))) as (process, connection):
             assert not share._raw.any()
@@ -263,8 +263,8 @@ def test_the_last_tensor_keeps_the_memory_and_then_it_comes_back(device: torch.d
     assert large.num_bytes > 128 << 20
     for _ in range(3):
         before = num_free(device)
-        share, fds = ResidentShare.new(large, device)
-        again = ResidentShare.mapped(large, device, fds)
+        share, fds = SharedOverlapMemory.new(large, device)
+        again = SharedOverlapMemory.mapped(large, device, fds)
         for fd in fds:
             os.close(fd)
         share.memory.hidden.fill_(3.0)
@@ -282,7 +282,7 @@ def test_the_last_user_may_free_the_memory_while_its_stream_waits(device: torch.
     """Only freeing the memory releases the stream here."""
     free = []
     for _ in range(3):
-        share, fds = ResidentShare.new(LAYOUT, device)
+        share, fds = SharedOverlapMemory.new(LAYOUT, device)
         for fd in fds:
             os.close(fd)
         event = queue_wait(share, 1)

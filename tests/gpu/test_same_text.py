@@ -83,7 +83,7 @@ def test_a_short_text_of_overlapped_steps(targets: Targets, kind: str, num_steps
     harness = on_device.harness(target, KINDS[kind][1], device, num_steps=num_steps)
     got = harness.run([request])
     assert_same(expected, got[0], kind)
-    assert harness.engine.counters.num_resident_steps > 1
+    assert harness.engine.counters.num_overlapped_steps > 1
     assert harness.speculator.drafters[0].counters.num_accepted_tokens > 0
 
 
@@ -104,7 +104,7 @@ def test_a_short_text_with_lookups_in_overlapped_steps(
     got = harness.run([replace(request, prediction=tuple(prediction)), other])
     for have, want in zip(got, expected, strict=True):
         assert_same(want, have, "with look-ups")
-    assert harness.engine.counters.num_steps == harness.engine.counters.num_resident_steps < 18
+    assert harness.engine.counters.num_steps == harness.engine.counters.num_overlapped_steps < 18
     assert all(drafter.counters.num_accepted_tokens > 0 for drafter in harness.speculator.drafters)
 
 
@@ -129,7 +129,7 @@ def test_a_short_text_of_steps_whose_sequences_share_rows(
         assert_same(want, have, "with shared rows")
     counters = harness.speculator.drafters[0].counters
     assert counters.num_accepted_tokens > 0
-    assert counters.num_draft_tokens <= 2 * harness.engine.counters.num_resident_steps
+    assert counters.num_draft_tokens <= 2 * harness.engine.counters.num_overlapped_steps
 
 
 @pytest.mark.gpu
@@ -183,7 +183,7 @@ def test_the_text_is_that_of_the_cpu(
     harness = on_device.harness(target, KINDS[kind][1], device, num_steps=num_steps)
     check(harness, made, expected, assert_same, kind)
     if kind in ("none", "NGRAM", "EAGLE", "EAGLE3", "STANDALONE", "MTP MiMo", "MTP Qwen3-Next"):
-        assert harness.engine.counters.num_resident_steps > 20
+        assert harness.engine.counters.num_overlapped_steps > 20
 
 
 @pytest.mark.gpu

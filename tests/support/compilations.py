@@ -22,7 +22,7 @@ from foretoken.models.backend import Backend
 from tests.drafter_svc.device import test_resident_draft
 from tests.support import overlap_play
 
-SEATS, NUM_BLOCKS, PROMPT_ROWS = 16, 400, 64
+BATCH_ROWS, NUM_BLOCKS, PROMPT_ROWS = 16, 400, 64
 
 
 class Compilations:
@@ -65,8 +65,8 @@ def main(folder: Path, depth: int, branches: int) -> None:
     JITFunction.run = lambda kernel, *arguments, **options: found.launch(kernel, *arguments, **options)
     nodes = 1 + depth * branches
     overlap_play.PROMPT_ROWS = PROMPT_ROWS
-    overlap_play.TOKENS, overlap_play.NODES, overlap_play.SEATS = depth + 1, nodes, SEATS
-    test_resident_draft.NODES, test_resident_draft.SEATS = nodes, SEATS
+    overlap_play.TOKENS, overlap_play.NODES, overlap_play.BATCH_ROWS = depth + 1, nodes, BATCH_ROWS
+    test_resident_draft.NODES, test_resident_draft.BATCH_ROWS = nodes, BATCH_ROWS
     overlap_play.NUM_BLOCKS = test_resident_draft.NUM_BLOCKS = NUM_BLOCKS
     placement = ModelPlacement(Backend("gpu", torch.device("cpu")), torch.float32, graphs=False, warm=True)
     drafter, target, width = test_resident_draft.make("EAGLE3", folder, placement)
@@ -78,13 +78,13 @@ def main(folder: Path, depth: int, branches: int) -> None:
     # Trees have fewer levels where sequences end.
     for levels in range(depth, 0, -1):
         shape = {"max_depth": levels, "max_branches": branches, "max_nodes": nodes}
-        for count in (1, 2, 3, 6, 12, SEATS):
+        for count in (1, 2, 3, 6, 12, BATCH_ROWS):
             play.begin([overlap_play.Text(5, (1, 2), number, options=shape) for number in range(count)], count)
             play.prompts()
             play.send(0)
             drafter.draft(play.request(1, begins=True, is_last=False))
             play.order.calls.clear()
-    model = play.resident._levels.model
+    model = play.overlapped._levels.model
     for rows, seqs in ((1, 1), (3, 2), (7, 1), (27, 3), (33, 1), (64, 10)):
         batch = scratch_batch(rows, target, seqs=seqs, wants_logits=False)
         with torch.inference_mode():

@@ -22,7 +22,7 @@ def draft_request(
     epoch: int = 1,
     step_id: int = 1,
     hidden_width: int = 0,
-    resident: DeviceStep | None = None,
+    device_step: DeviceStep | None = None,
     **columns: Sequence[Any],
 ) -> DraftRequest:
     """Return a request with one row for each list of new tokens, in slots 0, 1, ...
@@ -61,7 +61,7 @@ def draft_request(
         arrays[name] = np.array([value for values in ragged[name] for value in values], np.int32)
     width = hidden_width if hidden_width else 0
     arrays["hidden"] = arrays["hidden"].astype(np.float32).reshape(-1, width) if width else np.zeros((0, 0), np.float32)
-    return replace(DraftRequest.of_columns(epoch, step_id, arrays), resident=resident)
+    return replace(DraftRequest.of_columns(epoch, step_id, arrays), device_step=device_step)
 
 
 @st.composite
@@ -125,7 +125,7 @@ def _num_blocks(length: int, new_tokens: int, block_size: int) -> int:
 
 def assert_same_request(got: DraftRequest, expected: DraftRequest) -> None:
     """Compare all columns, their types and the stamps."""
-    assert (got.epoch, got.step_id, got.resident) == (expected.epoch, expected.step_id, expected.resident)
+    assert (got.epoch, got.step_id, got.device_step) == (expected.epoch, expected.step_id, expected.device_step)
     for name in ("rows", "starts", *RAGGED_COLUMNS):
         ours, theirs = getattr(got, name), getattr(expected, name)
         assert ours.dtype == theirs.dtype, name

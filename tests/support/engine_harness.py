@@ -14,7 +14,7 @@ from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transports.transport import InProcessTransport, TransportCounters
 from tests.support.block_books import check_blocks
 from verifier_svc.drafters.attachment import AttachmentSettings
-from verifier_svc.drafters.device_offer import ResidentOffer
+from verifier_svc.drafters.device_offer import DeviceOffer
 from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.drafters.source import DraftSource
 from verifier_svc.engine import Engine
@@ -22,7 +22,7 @@ from verifier_svc.lifecycle import SequenceBounds
 from verifier_svc.messages import Abort, ErrorEvent, FinishedEvent, SequenceKey, Submit, TokensEvent
 from verifier_svc.model.target_runner import TargetRunner
 from verifier_svc.outbox import Outbox
-from verifier_svc.overlap_runs import RunAhead
+from verifier_svc.overlap_runs import OverlapRuns
 from verifier_svc.sampling.grammar import Matcher
 from verifier_svc.sampling.walker import Walker
 from verifier_svc.scheduling.block_manager import BlockManager
@@ -49,7 +49,7 @@ class TestSource:
         drafter: Drafter,
         target: TargetInfo,
         weights: TargetWeights | None = None,
-        offer: ResidentOffer | None = None,
+        offer: DeviceOffer | None = None,
     ) -> None:
         self._weights = weights
         self._offer = offer
@@ -184,8 +184,8 @@ class Harness:
         checkpoint: str = "",
         weights: TargetWeights | None = None,
         walker: Walker | None = None,
-        run_ahead: RunAhead | None = None,
-        offer: ResidentOffer | None = None,
+        overlap_runs: OverlapRuns | None = None,
+        offer: DeviceOffer | None = None,
     ) -> None:
         """Make an engine.
 
@@ -229,7 +229,7 @@ class Harness:
             self.speculator,
             SequenceBounds(max_model_len, eos_ids, token_limit or vocab_size),
             walker=walker,
-            run_ahead=run_ahead,
+            overlap_runs=overlap_runs,
         )
         self.outbox = Outbox(lambda: None)
         self.session = self.engine.open_session(self.outbox)

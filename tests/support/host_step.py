@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from foretoken.models.batch import ForwardBatch
-from foretoken.overlap_memory import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.overlap_memory import OverlapLayout, OverlapMemory, StreamOrder
 from foretoken.results import FinishReason
 from foretoken.tree import DraftTree, depths
 from tests.support.given_masks import give
@@ -23,7 +23,7 @@ from verifier_svc.sampling.allowed_tokens import ENDED, TreeMasks
 from verifier_svc.sampling.verify import SamplingState, WalkResult, followed
 from verifier_svc.sampling.walker import Walk, walk_on_host
 from verifier_svc.scheduling.batch import Scheduled, StepBatch, build_batch, commit_slots
-from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT, Seat, SeatResult, SeatTree
+from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT, BatchRow, BatchRowResult, BatchRowTree
 from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.sequence import Sequence as Running
 
@@ -32,9 +32,9 @@ NOTHING = WalkResult([], [], [], None, None, [], 0, [])
 
 @dataclass
 class _Half:
-    """A launched step whose tokens are not sampled yet. ``seats``: when it was launched."""
+    """A launched step whose tokens are not sampled yet. ``batch_rows``: when it was launched."""
 
-    seats: list[Seat | None]
+    batch_rows: list[BatchRow | None]
     parts: list[Scheduled | None]
     batch: StepBatch | None
     logits: torch.Tensor
@@ -42,7 +42,8 @@ class _Half:
 
 
 class HostStep:  # large: the interface of ResidentStep, and what tests read
-    """The part of ResidentStep that RunAhead uses. Results are there at once, but read a step late.
+    """The part of ResidentStep that OverlapRuns uses. Results are there at once, but read a step
+    late.
 
     ``on_launch``: called with each step's number before it is made. ``is_stuck``: whether the
     oldest step in flight, by its number, still waits for its trees, ``num_releases`` releases after
@@ -52,7 +53,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
     def __init__(
         self,
         target: HashTarget,
-        memory: ResidentMemory,
+        memory: OverlapMemory,
         order: StreamOrder,
         *,
         block_size: int,
@@ -69,22 +70,22 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         self._num_releases = 0
         self.number = 0
         self.num_runs = 0
-        # Sizes of the prefill passes, and the seats of each step.
+        # Sizes of the prefill passes, and the number of sequences in each step.
         self.prefills: list[int] = []
-        self.num_seated: list[int] = []
+        self.num_running: list[int] = []
         self.num_bound = 0
         # Trees of each step that came from the host.
         self.num_found: list[int] = []
-        self._unread: list[list[SeatResult]] = []
+        self._unread: list[list[BatchRowResult]] = []
         self._half: _Half | None = None
         self._waiting: WaitingPrompts | None = None
-        self.seats: list[Seat | None] = []
+        self.seats: list[BatchRow | None] = []
         # The sequences as the last launched step left them; None for one that has ended.
         self._ahead: list[Running | None] = []
         self._joined_at: list[int] = []
         self._features: tuple[int, ...] = ()
         self._budget = 0
-        # The most nodes of each seat in the step that is launched.
+        # The most nodes of each sequence in the step that is launched.
         self._widths: list[int] = []
 
     @property
@@ -102,7 +103,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
 
     @property
     def seating(self) -> HostStep:
-        """Keep its own seats."""
+        """Return itself: it keeps its own batch rows."""
         return self
 
     def warm_up(self, features: tuple[int, ...]) -> None:
@@ -112,18 +113,18 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         assert not self._unread and self._waiting is None
         self.number, self._features = number, features
         self.num_runs += 1
-        seats = self.memory.layout.seats
-        self.seats, self._ahead, self._joined_at = [None] * seats, [None] * seats, [0] * seats
+        batch_rows = self.memory.layout.batch_rows
+        self.seats, self._ahead, self._joined_at = [None] * batch_rows, [None] * batch_rows, [0] * batch_rows
 
     def free_seat(self) -> int:
         return self.seats.index(None)
 
-    def join(self, index: int, seat: Seat) -> None:
+    def join(self, index: int, batch_row: BatchRow) -> None:
         assert self.seats[index] is None
-        sequence = copy.copy(seat.sequence)
+        sequence = copy.copy(batch_row.sequence)
         sequence.tokens = list(sequence.tokens)
         assert sequence.num_uncomputed == 1
-        if seat.is_masked:
+        if batch_row.is_masked:
             # As on a device: the host alone knows the masks.
             params = replace(sequence.sampling, grammar=None, allowed_token_ids=(), bad_token_ids=())
             split = sequence.num_prompt_tokens
@@ -135,21 +136,21 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
                 choice_index=sequence.choice_index,
                 vocab_limit=sequence.sampler._vocab_limit,
             )
-        self.seats[index], self._ahead[index], self._joined_at[index] = seat, sequence, self.number
+        self.seats[index], self._ahead[index], self._joined_at[index] = batch_row, sequence, self.number
 
     def leave(self, index: int) -> None:
         self.seats[index] = self._ahead[index] = None
 
     def resize(self, index: int, width: int) -> None:
-        seat = self.seats[index]
-        assert seat is not None
-        seat.width = width
+        batch_row = self.seats[index]
+        assert batch_row is not None
+        batch_row.width = width
 
     def share_rows(self, budget: int) -> None:
         self._budget = budget
 
-    def num_rows(self, seat: Seat) -> int:
-        return min(seat.width, self._budget) if self._budget else seat.width
+    def num_rows(self, batch_row: BatchRow) -> int:
+        return min(batch_row.width, self._budget) if self._budget else batch_row.width
 
     def prefill(self, batch: ForwardBatch, parts: Sequence[tuple[int, int]]) -> int:
         assert not len(batch.logit_rows) and self._waiting is None
@@ -179,7 +180,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         self.num_found.append(len(found))
         self._widths = self._shared_widths(found)
         parts = [self._part(index, is_drafted, found.get(index)) for index in range(len(self.seats))]
-        self.num_seated.append(sum(seat is not None for seat in self.seats))
+        self.num_running.append(sum(batch_row is not None for batch_row in self.seats))
         live = [part for part in parts if part is not None]
         batch, logits = None, torch.zeros(0)
         self.number += 1
@@ -189,7 +190,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         self._half = _Half(list(self.seats), parts, batch, logits, found)
         self._unread.append([])
         self.most_in_flight = max(self.most_in_flight, len(self._unread))
-        if not any(seat is not None and seat.is_masked for seat in self.seats):
+        if not any(batch_row is not None and batch_row.is_masked for batch_row in self.seats):
             self._conclude({})
         return has_joined
 
@@ -200,13 +201,13 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
     def has_trees(self) -> bool:
         return not self._is_stuck(self.number, self._num_releases)
 
-    def trees(self) -> dict[int, SeatTree]:
+    def trees(self) -> dict[int, BatchRowTree]:
         assert self._half is not None
         found = {}
-        for index, (seat, part) in enumerate(zip(self._half.seats, self._half.parts, strict=True)):
-            if seat is not None and part is not None and seat.is_masked:
+        for index, (batch_row, part) in enumerate(zip(self._half.batch_rows, self._half.parts, strict=True)):
+            if batch_row is not None and part is not None and batch_row.is_masked:
                 tree = part.tree or DraftTree.root_only(part.sequence.tokens[-1])
-                found[index] = SeatTree(seat, tree.tokens, tree.parents)
+                found[index] = BatchRowTree(batch_row, tree.tokens, tree.parents)
         return found
 
     def bind(self, masks: Mapping[int, TreeMasks]) -> None:
@@ -225,49 +226,55 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
     def wait(self) -> None:
         """Results are there."""
 
-    def receive(self) -> list[SeatResult]:
+    def receive(self) -> list[BatchRowResult]:
         return [
-            result._replace(walk=followed(result.seat.sequence.sampler, result.walk))
-            if result.seat.is_masked and result.num_nodes and not result.seat.is_left
+            result._replace(walk=followed(result.batch_row.sequence.sampler, result.walk))
+            if result.batch_row.is_masked and result.num_nodes and not result.batch_row.is_left
             else result
             for result in self._unread.pop(0)
         ]
 
     def _shared_widths(self, found: Mapping[int, Draft]) -> list[int]:
-        """Return each seat's most nodes; of shared rows, the nodes of the best scores get them."""
-        most = [0 if seat is None else seat.width for seat in self.seats]
-        seats = {index: seat for index, seat in enumerate(self.seats) if seat is not None and index not in found}
+        """Return the most nodes of each sequence; of shared rows, the nodes of the best scores get them."""
+        most = [0 if batch_row is None else batch_row.width for batch_row in self.seats]
+        batch_rows = {
+            index: batch_row
+            for index, batch_row in enumerate(self.seats)
+            if batch_row is not None and index not in found
+        }
         places = sorted(
-            (-float(self.memory.draft_scores[index, node]), index) for index in seats for node in range(1, most[index])
+            (-float(self.memory.draft_scores[index, node]), index)
+            for index in batch_rows
+            for node in range(1, most[index])
         )
-        quota = sum(self.num_rows(seat) for seat in seats.values()) - len(seats)
+        quota = sum(self.num_rows(batch_row) for batch_row in batch_rows.values()) - len(batch_rows)
         for _, index in places[quota:]:
             most[index] -= 1
         return most
 
     def _part(self, index: int, is_drafted: bool, found: Draft | None) -> Scheduled | None:
-        sequence, seat = self._ahead[index], self.seats[index]
+        sequence, batch_row = self._ahead[index], self.seats[index]
         if sequence is None:
             return None
-        assert sequence.table is not None and seat is not None and seat.sequence.table is not None
-        known = seat.sequence.block_ids
+        assert sequence.table is not None and batch_row is not None and batch_row.sequence.table is not None
+        known = batch_row.sequence.block_ids
         tree = self._tree(index, sequence) if is_drafted and self.number > self._joined_at[index] else None
-        part = Scheduled(sequence, 1, seat.width)
+        part = Scheduled(sequence, 1, batch_row.width)
         if found is not None:
-            assert seat.sequence.tokens == sequence.tokens, "a tree that does not follow the last step"
+            assert batch_row.sequence.tokens == sequence.tokens, "a tree that does not follow the last step"
             assert 1 < found.tree.num_nodes <= min(sequence.max_new_tokens, self.memory.layout.nodes)
             assert int(depths(found.tree.parents).max()) < self.max_tokens
             part.draft = found
         elif tree is not None and tree.num_nodes > 1:
             number = tree.num_nodes
-            part.draft = Draft(tree, [0] + [seat.number] * (number - 1), [0.0] * number, [0.0] * number)
+            part.draft = Draft(tree, [0] + [batch_row.number] * (number - 1), [0.0] * number, [0.0] * number)
         most = sequence.num_computed + part.num_rows
         assert most <= len(known) * self._block_size, "a step without blocks"
         return part
 
     def _tree(self, index: int, sequence: Running) -> DraftTree | None:
-        memory, seat = self.memory, self.seats[index]
-        assert seat is not None
+        memory, batch_row = self.memory, self.seats[index]
+        assert batch_row is not None
         if int(memory.draft_stamp) != self.number:
             return None
         count = max(min(int(memory.num_nodes[index]), self._widths[index], sequence.max_new_tokens), 1)
@@ -284,11 +291,11 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         hidden = torch.zeros(0)
         if half.batch is not None:
             starts = iter(zip(half.batch.logit_starts, half.batch.row_starts, strict=False))
-            for index, (part, seat) in enumerate(zip(half.parts, half.seats, strict=True)):
-                if part is None or seat is None:
+            for index, (part, batch_row) in enumerate(zip(half.parts, half.batch_rows, strict=True)):
+                if part is None or batch_row is None:
                     continue
                 first_row, row_start = next(starts)
-                if seat.is_left:
+                if batch_row.is_left:
                     # It was ended between the two halves. What it samples is dropped.
                     half.parts[index] = None
                     self._ahead[index] = None
@@ -307,14 +314,14 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         self._unread[-1] = self._results(half, walks, hidden)
         self._order.signal_step(self.number)
 
-    def _results(self, half: _Half, walks: list[WalkResult], hidden: torch.Tensor) -> list[SeatResult]:
+    def _results(self, half: _Half, walks: list[WalkResult], hidden: torch.Tensor) -> list[BatchRowResult]:
         memory, results = self.memory, []
         left, first = iter(walks), 0
-        for index, (part, seat) in enumerate(zip(half.parts, half.seats, strict=True)):
-            if part is None or seat is None:
+        for index, (part, batch_row) in enumerate(zip(half.parts, half.batch_rows, strict=True)):
+            if part is None or batch_row is None:
                 memory.counts[index] = memory.num_left[index] = 0
-                if seat is not None:
-                    results.append(SeatResult(seat, NOTHING, 0))
+                if batch_row is not None:
+                    results.append(BatchRowResult(batch_row, NOTHING, 0))
                 continue
             walk, sequence = next(left), part.sequence
             count = len(walk.tokens)
@@ -329,10 +336,10 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
                 at = index * memory.layout.tokens
                 memory.hidden[at : at + count] = hidden[first : first + count]
                 first += count
-            # Another may have the seat by now.
-            if has_ended and self.seats[index] is seat:
+            # Another may have the batch row by now.
+            if has_ended and self.seats[index] is batch_row:
                 self._ahead[index] = None
-            results.append(SeatResult(seat, walk, num_nodes, half.found.get(index)))
+            results.append(BatchRowResult(batch_row, walk, num_nodes, half.found.get(index)))
         memory.stamp.fill_(self.number)
         return results
 
@@ -349,6 +356,6 @@ def _walk(part: Scheduled, first_row: int, logits: torch.Tensor, masks: TreeMask
     return walk_on_host(Walk(sequence, tree, first_row, sources), logits)
 
 
-def plain_memory(seats: int, nodes: int) -> ResidentMemory:
-    layout = ResidentLayout(seats, nodes, nodes, 0, torch.float32)
-    return ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)
+def plain_memory(batch_rows: int, nodes: int) -> OverlapMemory:
+    layout = OverlapLayout(batch_rows, nodes, nodes, 0, torch.float32)
+    return OverlapMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)

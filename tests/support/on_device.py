@@ -13,10 +13,10 @@ from foretoken.models.device_sizes import PassSizes
 from foretoken.overlap_memory import StreamOrder
 from tests.support.deployments import BLOCK, SeenHarness, Target
 from tests.support.grammars import VOCAB
-from verifier_svc.drafters.device_offer import ResidentOffer
+from verifier_svc.drafters.device_offer import DeviceOffer
 from verifier_svc.model.attention_choice import FlashInferPasses
 from verifier_svc.model.device_runner import DeviceRunner
-from verifier_svc.overlap_runs import RunAhead
+from verifier_svc.overlap_runs import OverlapRuns
 from verifier_svc.overlap_step import ResidentStep, plain_memory
 from verifier_svc.sampling.device_walker import DeviceWalker
 
@@ -80,7 +80,7 @@ def harness(  # noqa: PLR0913 - an engine's settings
         graphs=graphs,
     )
     plain = make_step(plain_memory(MAX_RUNNING, max_nodes, backend.device), StreamOrder())
-    run_ahead = RunAhead(make_step, plain, timeout_s=TIMEOUT_S)
+    overlap_runs = OverlapRuns(make_step, plain, timeout_s=TIMEOUT_S)
     # In the interpreter there is nothing to compile.
     placement = ModelPlacement(backend, getattr(torch, dtype), graphs, warm=device == "cuda")
     drafters = {name.lower(): target.drafter(name, placement) for name in algorithms}
@@ -94,8 +94,8 @@ def harness(  # noqa: PLR0913 - an engine's settings
         max_nodes=max_nodes,
         timeout_s=TIMEOUT_S,
         num_steps=num_steps,
-        run_ahead=run_ahead if overlap else None,
-        offer=ResidentOffer.of_backend(backend, num_steps or max_nodes - 1, runner.dtype, rows) if overlap else None,
+        overlap_runs=overlap_runs if overlap else None,
+        offer=DeviceOffer.of_backend(backend, num_steps or max_nodes - 1, runner.dtype, rows) if overlap else None,
         **options,
     )
     # The interpreter takes seconds for a draft, which never pays.

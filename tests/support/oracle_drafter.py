@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from foretoken.drafting import DeviceStep, DraftBatch, DrafterNeeds, DraftRequest
-from foretoken.overlap_memory import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.overlap_memory import OverlapLayout, OverlapMemory, StreamOrder
 from foretoken.transports.transport import TransportClosedError
 
 Way = Literal["run", "fed", "host"]
 
 
 def way_of(request: DraftRequest) -> Way:
-    step = request.resident
+    step = request.device_step
     if step is None:
         return "host"
     return "fed" if step.begins and step.is_last else "run"
@@ -40,7 +40,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
     num_rejected = 0
     reason = ""
 
-    def __init__(  # noqa: PLR0913 - a resident drafter's sizes
+    def __init__(  # noqa: PLR0913 - sizes of a drafter in overlapped steps
         self,
         texts: Sequence[list[int]],
         device: str,
@@ -48,7 +48,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         features: tuple[int, ...],
         width: int,
         dtype: torch.dtype,
-        seats: int,
+        batch_rows: int,
         nodes: int,
         block_size: int,
         spoil: Callable[[int], bool] = lambda number: False,
@@ -59,8 +59,10 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         self._texts, self._spoil, self._block_size = texts, spoil, block_size
         self.needs = DrafterNeeds(features, num_rerun=1, blocks=True)
         self.gauges: dict[str, float] = {}
-        layout = ResidentLayout(seats, 4, nodes, width, dtype, prompt_rows)
-        self.resident = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
+        layout = OverlapLayout(batch_rows, 4, nodes, width, dtype, prompt_rows)
+        self.overlap_memory = OverlapMemory.over(
+            torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout
+        )
         self.failures: list[str] = []
         self.tokens: dict[tuple[int, int], list[int]] = {}
         # Hidden states by text and position.
@@ -68,7 +70,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         self.blocks: dict[tuple[int, int], list[int]] = {}
         # Tokens of each sequence that came without the hidden state before them.
         self.num_without_hidden: dict[tuple[int, int], int] = {}
-        # By seat; None for an empty one.
+        # By batch row; None for an empty one.
         self._keys: list[tuple[int, int] | None] = []
         self._batch: DraftBatch | None = None
         self.is_closed = False
@@ -79,7 +81,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         self.num_named: list[int] = []
         # The last step with hidden states of prompts, and where these began.
         self._prompts_at = (-1, -1)
-        # Requests that named their seats anew.
+        # Requests that named their sequences anew.
         self.num_begins = 0
         # Rows that sent prompts within a run.
         self.num_prompt_rows = 0
@@ -101,8 +103,10 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
 
     def attach_anew(self) -> None:
         """Attach again, with new memory and nothing known."""
-        layout, device = self.resident.layout, self.resident.stamp.device
-        self.resident = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
+        layout, device = self.overlap_memory.layout, self.overlap_memory.stamp.device
+        self.overlap_memory = OverlapMemory.over(
+            torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout
+        )
         self.num_attaches += 1
         self._attachment = _Attachment(self)
         self.tokens, self.blocks, self.numbers, self._keys = {}, {}, [], []
@@ -131,31 +135,31 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
     def post(self, request: DraftRequest) -> None:
         starts, tokens, parents = [0], [], []
         self.ways.append(way_of(request))
-        if request.resident is not None:
-            self._learn_resident(request)
+        if request.device_step is not None:
+            self._learn_device_step(request)
         for row in range(request.num_rows):
-            if request.resident is not None and (row >= len(self._keys) or self._keys[row] is None):
+            if request.device_step is not None and (row >= len(self._keys) or self._keys[row] is None):
                 tokens.append(0)
                 parents.append(-1)
                 starts.append(len(tokens))
                 continue
             key = (int(request.slots[row]), int(request.generations[row]))
-            if request.resident is None:
+            if request.device_step is None:
                 self._learn(request, row, key)
                 most = int(request.max_nodes[row])
             else:
-                left = int(self.resident.num_left[row])
+                left = int(self.overlap_memory.num_left[row])
                 most = min(int(request.max_nodes[row]), left)
             tree = self._tree(self.tokens[key]) if most > 1 else ([0], [-1])
-            if request.resident is not None:
+            if request.device_step is not None:
                 self._put(row, tree, most)
-                if not request.resident.is_last:
+                if not request.device_step.is_last:
                     tree = ([0], [-1])
             tokens += tree[0][:most] or [0]
             parents += tree[1][:most] or [-1]
             starts.append(len(tokens))
-        if request.resident is not None and not self._spoil(request.resident.number):
-            self.resident.draft_stamp.fill_(request.resident.number)
+        if request.device_step is not None and not self._spoil(request.device_step.number):
+            self.overlap_memory.draft_stamp.fill_(request.device_step.number)
         arrays = (np.array(values, np.int32) for values in (starts, tokens, parents))
         self._batch = DraftBatch(request.epoch, request.step_id, *arrays, np.zeros(len(tokens), np.float32))
 
@@ -170,19 +174,19 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         if blocks:
             known[sent // self._block_size :] = blocks
 
-    def _learn_resident(self, request: DraftRequest) -> None:
-        memory, step = self.resident, request.resident
+    def _learn_device_step(self, request: DraftRequest) -> None:
+        memory, step = self.overlap_memory, request.device_step
         assert step is not None and memory.stamp.tolist() == [step.number]
         assert step.begins or step.number == self.numbers[-1] + 1
         self.numbers.append(step.number)
         keys = list(zip(request.slots.tolist(), request.generations.tolist(), strict=True))
-        seats = [None if key[0] < 0 else key for key in keys[: step.num_seats]]
-        self.num_named.append(int(request.block_starts[step.num_seats]))
+        batch_rows = [None if key[0] < 0 else key for key in keys[: step.num_batch_rows]]
+        self.num_named.append(int(request.block_starts[step.num_batch_rows]))
         self._learn_prompts(request, step, keys)
         self.num_begins += step.begins
         if step.begins:
-            for seat, key in enumerate(seats):
-                length = int(request.lengths[seat])
+            for batch_row, key in enumerate(batch_rows):
+                length = int(request.lengths[batch_row])
                 if key is None or key not in self.tokens:
                     continue
                 # Steps that the verifier's host has not read yet may have told more.
@@ -190,9 +194,9 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
                 assert known >= length if key in self._keys else known == length
                 size = self._block_size
                 self.blocks[key] = self.blocks[key][: -(-length // size)]
-            self._keys = seats
-        assert self._keys == seats
-        for row, key in enumerate(seats):
+            self._keys = batch_rows
+        assert self._keys == batch_rows
+        for row, key in enumerate(batch_rows):
             if key is None or key not in self.tokens:
                 # Its request wants no drafts.
                 assert request.block_starts[row] == request.block_starts[row + 1], "blocks without tokens"
@@ -209,7 +213,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
 
     def _learn_prompts(self, request: DraftRequest, step: DeviceStep, keys: list[tuple[int, int]]) -> None:
         at = step.prompt_start
-        rows = range(step.num_seats, request.num_rows)
+        rows = range(step.num_batch_rows, request.num_rows)
         if sum(int(request.device_hidden[row]) for row in rows):
             assert (step.number, at) != (self._prompts_at[0] + 1, self._prompts_at[1]), (
                 "the drafter still reads this half"
@@ -218,7 +222,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         for row in rows:
             new = request.new_tokens[slice(*request.new_token_starts[row : row + 2])].tolist()
             count = int(request.device_hidden[row])
-            hidden = self.resident.prompt_hidden[at : at + count].float().cpu().numpy()
+            hidden = self.overlap_memory.prompt_hidden[at : at + count].float().cpu().numpy()
             at += count
             self._append(keys[row], new, hidden)
             assert len(self.tokens[keys[row]]) == request.lengths[row], "a token was sent twice, or never"
@@ -258,7 +262,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         return [tokens[-1], wrong, coming[0], 2, coming[1], (coming[2] + 1) % 20], [-1, 0, 0, 1, 2, 4]
 
     def _put(self, row: int, tree: tuple[list[int], list[int]], most: int) -> None:
-        memory, size = self.resident, min(len(tree[0]), max(most, 1))
+        memory, size = self.overlap_memory, min(len(tree[0]), max(most, 1))
         memory.num_nodes[row] = size
         memory.draft_tokens[row, :size] = torch.tensor(tree[0][:size], dtype=torch.int32)
         memory.draft_parents[row, :size] = torch.tensor(tree[1][:size], dtype=torch.int32)
@@ -269,7 +273,7 @@ class _Attachment:
 
     def __init__(self, oracle: OracleDrafter) -> None:
         self._oracle = oracle
-        self.resident = oracle.resident
+        self.overlap_memory = oracle.overlap_memory
         self.order = StreamOrder()
 
     def is_open(self) -> bool:

@@ -15,7 +15,7 @@ from drafter_svc.config import DrafterSettings
 from drafter_svc.server import serve
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.models.target_weights import TargetWeights
-from foretoken.overlap_memory import ResidentMemory, StreamOrder
+from foretoken.overlap_memory import OverlapMemory, StreamOrder
 from tests.support.draft_requests import draft_batch
 from tests.support.mirror_drafter import MirrorDrafter
 
@@ -26,24 +26,24 @@ NUM_DRAFTED = 3
 NUM_KINDS = 3
 
 
-class ResidentDrafter(MirrorDrafter):
+class OverlapDrafter(MirrorDrafter):
     """Node ``k`` of a chain is the row's last new token plus ``k`` times its hidden state's sum."""
 
     def __init__(self, device: str = DEVICE) -> None:
         super().__init__()
         self._device = device
-        self.memory: ResidentMemory | None = None
+        self.memory: OverlapMemory | None = None
         self.order = StreamOrder()
         self.num_prepared = 0
 
     def needs(self, target: TargetInfo) -> DrafterNeeds:
-        return DrafterNeeds(features=(1,), num_rerun=1, device=self._device, resident=True)
+        return DrafterNeeds(features=(1,), num_rerun=1, device=self._device, overlaps=True)
 
     def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
         super().attach(target, weights)
         self.memory, self.order = None, StreamOrder()
 
-    def set_resident(self, memory: ResidentMemory, order: StreamOrder) -> None:
+    def set_overlap_memory(self, memory: OverlapMemory, order: StreamOrder) -> None:
         assert self.attached, "before attach"
         self.memory, self.order = memory, order
         self.num_prepared = 0
@@ -62,7 +62,7 @@ class ResidentDrafter(MirrorDrafter):
         return super().gauges() | {"prepared": float(self.num_prepared)}
 
     def draft(self, request: DraftRequest) -> DraftBatch:
-        step = request.resident
+        step = request.device_step
         if step is None:
             return super().draft(request)
         assert self.memory is not None
@@ -81,21 +81,21 @@ class ResidentDrafter(MirrorDrafter):
         )
 
 
-def draft_into(memory: ResidentMemory, number: int, seats: int) -> None:
+def draft_into(memory: OverlapMemory, number: int, batch_rows: int) -> None:
     """Grow the trees of step ``number``; it cannot use another step's trees."""
     if int(memory.stamp) != number:
         return
-    for seat in range(seats):
-        last = int(memory.counts[seat]) - 1
-        step = int(memory.hidden[seat * memory.layout.tokens + last].sum())
+    for batch_row in range(batch_rows):
+        last = int(memory.counts[batch_row]) - 1
+        step = int(memory.hidden[batch_row * memory.layout.tokens + last].sum())
         for node in range(1 + NUM_DRAFTED):
-            memory.draft_tokens[seat, node] = int(memory.new_tokens[seat, last]) + node * step
-            memory.draft_parents[seat, node] = node - 1
-        memory.num_nodes[seat] = 1 + NUM_DRAFTED
+            memory.draft_tokens[batch_row, node] = int(memory.new_tokens[batch_row, last]) + node * step
+            memory.draft_parents[batch_row, node] = node - 1
+        memory.num_nodes[batch_row] = 1 + NUM_DRAFTED
     memory.draft_stamp.fill_(number)
 
 
-def trees(memory: ResidentMemory, request: DraftRequest) -> DraftBatch:
+def trees(memory: OverlapMemory, request: DraftRequest) -> DraftBatch:
     """Return the trees that ``draft_into`` left, as a reply."""
     rows, nodes = request.num_rows, 1 + NUM_DRAFTED
     return draft_batch(
@@ -108,4 +108,4 @@ def trees(memory: ResidentMemory, request: DraftRequest) -> DraftBatch:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(DrafterSettings(name="resident", address=sys.argv[1]), ResidentDrafter))
+    uvloop.run(serve(DrafterSettings(name="overlap", address=sys.argv[1]), OverlapDrafter))

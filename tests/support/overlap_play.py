@@ -12,11 +12,11 @@ import torch
 from drafter_svc.device.resident_draft import ResidentDraft
 from drafter_svc.model.drafter import ModelDrafter
 from foretoken.drafting import DeviceStep, DraftBatch, DraftRequest
-from foretoken.overlap_memory import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.overlap_memory import OverlapLayout, OverlapMemory, StreamOrder
 from tests.support.paged_draft import BLOCK, Row, feature, request_of
 
 # Tokens of one step at most, nodes of a tree, sequences of a step.
-TOKENS, NODES, SEATS = 3, 6, 4
+TOKENS, NODES, BATCH_ROWS = 3, 6, 4
 # Hidden states of one prefill pass at most.
 PROMPT_ROWS = 14
 NUM_BLOCKS = 96
@@ -72,15 +72,15 @@ class Play:
 
     def __init__(self, drafter: ModelDrafter, device: str, *, vocab: int, width: int) -> None:
         self.drafter, self.device, self.vocab, self.width = drafter, device, vocab, width
-        layout = ResidentLayout(SEATS, TOKENS, NODES, width, torch.float32, PROMPT_ROWS)
+        layout = OverlapLayout(BATCH_ROWS, TOKENS, NODES, width, torch.float32, PROMPT_ROWS)
         whole = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
-        self.memory = ResidentMemory.over(whole, layout)
+        self.memory = OverlapMemory.over(whole, layout)
         self.order = RecordingOrder()
-        drafter.set_resident(self.memory, self.order)
+        drafter.set_overlap_memory(self.memory, self.order)
         passes = drafter._passes
         assert passes is not None
-        assert isinstance(passes._resident, ResidentDraft)
-        self.resident = passes._resident
+        assert isinstance(passes._overlapped, ResidentDraft)
+        self.overlapped = passes._overlapped
         self._step_id = 0
         self._number = 100
         self._generation = 0
@@ -90,7 +90,7 @@ class Play:
 
         ``slots``: their batch slots, by default 0, 1, ... A later text is the slot's next sequence.
         """
-        self.drafter.release(range(SEATS + 2))
+        self.drafter.release(range(BATCH_ROWS + 2))
         self.texts = texts
         self.all_tokens = [text.tokens(self.vocab) for text in texts]
         self.lengths = [text.prompt for text in texts]
@@ -99,8 +99,8 @@ class Play:
         self._generation = max(self.generations)
         self.progress = [0] * len(texts)
         ids = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
-        share = NUM_BLOCKS // (SEATS + 1)
-        self.blocks = [ids[i * share : (i + 1) * share] for i in range(SEATS + 1)]
+        share = NUM_BLOCKS // (BATCH_ROWS + 1)
+        self.blocks = [ids[i * share : (i + 1) * share] for i in range(BATCH_ROWS + 1)]
         self.named = [-(-text.prompt // BLOCK) for text in texts]
 
     def row(self, index: int, new: int, **options: Any) -> Row:
@@ -148,27 +148,27 @@ class Play:
 
     def commit(
         self,
-        seats: Sequence[int | None],
+        batch_rows: Sequence[int | None],
         counts: Sequence[int],
         left: Sequence[int],
         *,
         stamp: int | None = None,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        """Write results for the texts in ``seats``; None: the seat is empty."""
+        """Write results for the texts in ``batch_rows``; None: the batch row is empty."""
         memory = self.memory
-        all_counts = np.zeros(SEATS, np.int32)
-        all_lengths, all_left = np.full(SEATS, 10**9, np.int32), np.full(SEATS, -5, np.int32)
-        tokens = np.full((SEATS, TOKENS), 10**9, np.int32)
-        hidden = np.full((SEATS * TOKENS, self.width), np.nan, np.float32)
-        for seat, index in enumerate(seats):
+        all_counts = np.zeros(BATCH_ROWS, np.int32)
+        all_lengths, all_left = np.full(BATCH_ROWS, 10**9, np.int32), np.full(BATCH_ROWS, -5, np.int32)
+        tokens = np.full((BATCH_ROWS, TOKENS), 10**9, np.int32)
+        hidden = np.full((BATCH_ROWS * TOKENS, self.width), np.nan, np.float32)
+        for batch_row, index in enumerate(batch_rows):
             if index is None:
                 continue
-            count, before = counts[seat], self.lengths[index]
-            all_counts[seat], all_lengths[seat], all_left[seat] = count, before + count, left[seat]
-            tokens[seat, :count] = self.all_tokens[index][before : before + count]
+            count, before = counts[batch_row], self.lengths[index]
+            all_counts[batch_row], all_lengths[batch_row], all_left[batch_row] = count, before + count, left[batch_row]
+            tokens[batch_row, :count] = self.all_tokens[index][before : before + count]
             for j in range(count if self.width else 0):
-                hidden[seat * TOKENS + j] = feature(self.all_tokens[index][: before + j], self.width)
+                hidden[batch_row * TOKENS + j] = feature(self.all_tokens[index][: before + j], self.width)
             self.lengths[index] += count
         if lengths is not None:
             all_lengths[: len(lengths)] = lengths
@@ -184,7 +184,7 @@ class Play:
 
     def loop(
         self,
-        seats: Sequence[int | None],
+        batch_rows: Sequence[int | None],
         *,
         prompts: Sequence[tuple[int, int, int]] = (),
         begins: bool = True,
@@ -192,41 +192,41 @@ class Play:
         lag: Mapping[int, int] | None = None,
         stamp: int | None = None,
     ) -> list[Tree]:
-        """Post the next step of the texts in ``seats``; return the trees of the seats.
+        """Post the next step of the texts in ``batch_rows``; return their trees.
 
         Args:
-            seats: a text's index, or None for an empty seat.
+            batch_rows: a text's index, or None for an empty batch row.
             prompts: texts, each with the first and the last position of a chunk of its prompt.
             lag: by text, how many tokens the host does not know yet.
             stamp: of the step, if it is another than the expected one.
         """
-        request = self.loop_request(seats, prompts=prompts, begins=begins, is_last=is_last, lag=lag)
-        step = request.resident
+        request = self.loop_request(batch_rows, prompts=prompts, begins=begins, is_last=is_last, lag=lag)
+        step = request.device_step
         assert step is not None
         states = [state for row in self._prompt_rows(prompts) if self.width for state in row.features()]
         self.memory.prompt_hidden.fill_(torch.nan)
         for at, state in enumerate(states):
             self.memory.prompt_hidden[step.prompt_start + at] = torch.from_numpy(state)
         counts, left = [], []
-        for index in seats:
-            # A text that has ended stays in its seat for a while.
+        for index in batch_rows:
+            # A text that has ended stays in its batch row for a while.
             is_running = index is not None and self.progress[index] < len(self.texts[index].counts)
             counts.append(self.texts[index].counts[self.progress[index]] if is_running else 0)
             left.append(self.texts[index].left_after(self.progress[index]) if is_running else 0)
             if index is not None:
                 self.progress[index] += 1
-        self.commit(seats, counts, left, stamp=stamp)
+        self.commit(batch_rows, counts, left, stamp=stamp)
         reply = self.drafter.draft(request)
         # The verifier may write here again.
         self.memory.prompt_hidden.fill_(torch.nan)
-        found = self.in_memory(len(seats))
+        found = self.in_memory(len(batch_rows))
         assert reply.num_rows == request.num_rows
-        assert trees_of(reply)[: len(seats)] == found if is_last else (reply.parents == -1).all()
+        assert trees_of(reply)[: len(batch_rows)] == found if is_last else (reply.parents == -1).all()
         return found
 
     def loop_request(
         self,
-        seats: Sequence[int | None],
+        batch_rows: Sequence[int | None],
         *,
         prompts: Sequence[tuple[int, int, int]] = (),
         begins: bool = True,
@@ -237,7 +237,7 @@ class Play:
         self._number += 1
         self._step_id += 1
         rows, blocks = [], []
-        for index in seats:
+        for index in batch_rows:
             if index is None:
                 rows.append(Row([], 0, [], slot=-1, generation=0, max_nodes=1, max_depth=1, max_branches=1))
                 blocks.append([])
@@ -253,14 +253,14 @@ class Play:
             blocks.append(row.blocks[(len(row.tokens) - row.new) // BLOCK : -(-len(row.tokens) // BLOCK)])
         request = request_of(rows, with_features=False, step_id=self._step_id)
         if self.width:
-            request.rows["device_hidden"][len(seats) :] = [len(row.features()) for row in rows[len(seats) :]]
+            request.rows["device_hidden"][len(batch_rows) :] = [len(row.features()) for row in rows[len(batch_rows) :]]
         starts = request.starts.copy()
         starts[2] = np.cumsum([0, *map(len, blocks)])
         return replace(
             request,
             starts=starts,
             block_ids=np.array([block for part in blocks for block in part], np.int32),
-            resident=DeviceStep(self._number, begins, is_last, len(seats), PROMPT_ROWS * (self._number % 2)),
+            device_step=DeviceStep(self._number, begins, is_last, len(batch_rows), PROMPT_ROWS * (self._number % 2)),
         )
 
     def _prompt_rows(self, prompts: Sequence[tuple[int, int, int]]) -> list[Row]:
@@ -294,7 +294,7 @@ class Play:
             request,
             starts=starts,
             block_ids=np.array([block for part in blocks for block in part], np.int32),
-            resident=DeviceStep(self._number, begins, is_last, len(rows)),
+            device_step=DeviceStep(self._number, begins, is_last, len(rows)),
         )
 
     def post(self, step: int, *, begins: bool = False, is_last: bool = False, **fill: Any) -> list[Tree]:
@@ -311,7 +311,7 @@ class Play:
         return found
 
     def in_memory(self, count: int | None = None) -> list[Tree]:
-        """Return the trees of the first ``count`` seats, by default one for each text."""
+        """Return the trees of the first ``count`` batch rows, by default one for each text."""
         memory = self.memory
         assert int(memory.draft_stamp) == self._number
         sizes = memory.num_nodes.tolist()
@@ -326,9 +326,9 @@ class Play:
             self.lengths[index] += 2
         trees = self.ask([self.row(index, 2) for index in range(len(self.texts))])
         whole = self.lengths[0] // BLOCK * BLOCK
-        heir = replace(self.row(0, 0), tokens=[*self.all_tokens[0][:whole], 3, 1], slot=SEATS, hidden=2)
+        heir = replace(self.row(0, 0), tokens=[*self.all_tokens[0][:whole], 3, 1], slot=BATCH_ROWS, hidden=2)
         heir.new = whole + 2
-        heir.blocks = [*self.blocks[0][: whole // BLOCK], self.blocks[SEATS][0]]
+        heir.blocks = [*self.blocks[0][: whole // BLOCK], self.blocks[BATCH_ROWS][0]]
         return trees + self.ask([heir])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.overlap_memory import ResidentMemory, StreamOrder
+from foretoken.overlap_memory import OverlapMemory, StreamOrder
 from foretoken.results import FinishReason
 from foretoken.sampling import SamplingParams, has_token_masks
 from tests.support.engine_harness import Harness, Request, Result
@@ -24,13 +24,13 @@ from tests.support.oracle_drafter import OracleDrafter
 from verifier_svc.drafters.request import Shape, TreeBounds
 from verifier_svc.messages import SequenceKey
 from verifier_svc.outbox import Outbox
-from verifier_svc.overlap_runs import RunAhead
+from verifier_svc.overlap_runs import OverlapRuns
 from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 from verifier_svc.scheduling.sequence import Sequence as Running
 from verifier_svc.speculation import overlap_policy
 from verifier_svc.speculation.controller import Controller
 
-BLOCK, NODES, SEATS = 4, 6, 8
+BLOCK, NODES, BATCH_ROWS = 4, 6, 8
 FEATURES = (1, 2)
 
 
@@ -89,7 +89,7 @@ def oracle_of(requests: Sequence[Request], results: Sequence[Result], **options:
         features=FEATURES,
         width=len(FEATURES) * HIDDEN_SIZE,
         dtype=torch.float32,
-        seats=SEATS,
+        batch_rows=BATCH_ROWS,
         nodes=NODES,
         block_size=BLOCK,
         **options,
@@ -104,7 +104,7 @@ class Runs:
         sources: Sequence[OracleDrafter] = (),
         *,
         num_blocks: int = 400,
-        max_running: int = SEATS,
+        max_running: int = BATCH_ROWS,
         timeout_s: float = 600.0,
         num_steps: int = 3,
         on_launch: Callable[[int], None] = lambda number: None,
@@ -116,7 +116,7 @@ class Runs:
         self.steps: list[HostStep] = []
         self.on_launch = on_launch
 
-        def make(memory: ResidentMemory, order: StreamOrder) -> HostStep:
+        def make(memory: OverlapMemory, order: StreamOrder) -> HostStep:
             step = HostStep(
                 target,
                 memory,
@@ -130,14 +130,14 @@ class Runs:
             self.steps.append(step)
             return step
 
-        ahead = RunAhead(make, make(plain_memory(SEATS, NODES), StreamOrder()), timeout_s=timeout_s)  # type: ignore[arg-type]
+        ahead = OverlapRuns(make, make(plain_memory(BATCH_ROWS, NODES), StreamOrder()), timeout_s=timeout_s)  # type: ignore[arg-type]
         self.harness = Harness(
             target,
             vocab_size=VOCAB,
             num_blocks=num_blocks,
             block_size=BLOCK,
             sources=sources,  # type: ignore[arg-type]
-            run_ahead=ahead,
+            overlap_runs=ahead,
             max_running=max_running,
             max_nodes=NODES,
             num_steps=num_steps,
@@ -147,7 +147,7 @@ class Runs:
 
     @property
     def num_ahead(self) -> int:
-        return self.harness.engine.counters.num_resident_steps
+        return self.harness.engine.counters.num_overlapped_steps
 
     @property
     def num_ordinary(self) -> int:

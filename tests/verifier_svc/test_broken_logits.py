@@ -150,7 +150,7 @@ def test_a_broken_row_on_a_gpu(
         features=(1,),
         width=target.config.hidden_size,
         dtype=torch.float32,
-        seats=on_device.MAX_RUNNING,
+        batch_rows=on_device.MAX_RUNNING,
         nodes=4,
         block_size=8,
     )
@@ -171,5 +171,5 @@ def test_a_broken_row_on_a_gpu(
     assert 4 <= count < 9 and (drafts or count == 4)
     assert_broken(broken, expected[0].token_ids[:count])
     assert sound.error is None and sound.token_ids == expected[1].token_ids
-    assert (harness.engine.counters.num_resident_steps > 2) == overlap
+    assert (harness.engine.counters.num_overlapped_steps > 2) == overlap
     harness.drain()

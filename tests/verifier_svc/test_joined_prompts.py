@@ -25,15 +25,15 @@ def prompts(rows: int, seqs: int = 1) -> ForwardBatch:
 def test_a_size_holds_what_it_is_chosen_for_and_has_a_graph(
     sizes: JoinedSizes, num_rows: int, num_prompt_rows: int
 ) -> None:
-    for num_seats in (1, 4, 200):
-        size = sizes.of(num_rows, num_seats, 1, prompts(num_prompt_rows))
+    for num_batch_rows in (1, 4, 200):
+        size = sizes.of(num_rows, num_batch_rows, 1, prompts(num_prompt_rows))
         total = num_rows + num_prompt_rows
         fits = total <= min(2048, sizes.most.rows) and num_rows <= min(1024, sizes.most.wanted)
-        if num_seats > sizes.max_seats or not fits:
+        if num_batch_rows > sizes.max_seats or not fits:
             assert size is None
         else:
             assert size is not None and size in sizes.all(is_long=False)
-            assert size.rows >= total and size.wanted >= num_rows and size.seqs >= num_seats
+            assert size.rows >= total and size.wanted >= num_rows and size.seqs >= num_batch_rows
 
 
 def test_few_rows_are_empty() -> None:

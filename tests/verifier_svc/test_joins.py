@@ -12,8 +12,8 @@ import pytest
 from foretoken.errors import UnavailableError
 from tests.support.engine_harness import Request
 from tests.support.runs import (
+    BATCH_ROWS,
     BLOCK,
-    SEATS,
     Course,
     Runs,
     choose,
@@ -47,11 +47,11 @@ def test_a_request_joins_a_run_that_goes_on(drafts: bool) -> None:
     course.run()
     assert course.num_runs == 1 and course.runs.num_ordinary == 0
     assert course.step.prefills == [8, 11]
-    # It waits for one turn of the loop, and is seated in the step that follows.
-    assert course.step.num_seated[:6] == [1, 1, 1, 1, 2, 2]
+    # It waits for one turn of the loop, and joins the step that follows.
+    assert course.step.num_running[:6] == [1, 1, 1, 1, 2, 2]
     for index in range(2):
         assert course.num_accepted(index) > 5 or not drafts
-    # The drafter is told of each seat once.
+    # The drafter is sent each sequence's batch row once.
     assert course.oracle.num_begins == (2 if drafts else 0)
 
 
@@ -67,7 +67,7 @@ def test_who_comes_while_a_step_runs_joins_the_next_one(monkeypatch: pytest.Monk
 
     course = Course([greedy(1, 6, 40), greedy(2, 9, 20)], {1: lambda: False}, is_stuck=is_stuck)
     course.run()
-    assert course.step.num_seated[:7] == [1] * 5 + [2] * 2
+    assert course.step.num_running[:7] == [1] * 5 + [2] * 2
     assert course.step.most_in_flight == MAX_IN_FLIGHT and course.num_runs == 1
 
 
@@ -86,8 +86,8 @@ def test_a_long_prompt_comes_in_chunks_while_others_draft() -> None:
     course = Course([greedy(1, 6, 60), greedy(2, 50, 20)], {1: 3}, prompt_rows=8)
     course.run()
     assert course.num_runs == 1 and course.step.prefills == [5, *[8] * 6, 1]
-    seated = course.step.num_seated
-    assert seated[3:9] == [1] * 6 and seated[9] == 2
+    counts = course.step.num_running
+    assert counts[3:9] == [1] * 6 and counts[9] == 2
     assert set(course.oracle.num_without_hidden.values()) == {1}
     assert course.num_accepted(0) > 20 and course.num_accepted(1) > 5
 
@@ -133,12 +133,12 @@ def test_a_cached_prompt_waits_for_room_in_the_chunk() -> None:
 
 def test_cached_prompts_that_fill_a_request_come_one_after_the_other() -> None:
     """A request holds one long prefix beside a chunk. All sequences are drafted for."""
-    requests = [greedy(1, 6, 60), *alike([44 + i for i in range(SEATS - 1)], 40, 40)]
-    course = Course(requests, {1: 3, **dict.fromkeys(range(2, SEATS), 8)}, prompt_rows=48)
+    requests = [greedy(1, 6, 60), *alike([44 + i for i in range(BATCH_ROWS - 1)], 40, 40)]
+    course = Course(requests, {1: 3, **dict.fromkeys(range(2, BATCH_ROWS), 8)}, prompt_rows=48)
     course.run()
     assert course.num_runs == 1 and course.runs.num_ordinary == 0
-    assert course.step.num_seated[7:12] == [2, 4, 6, 7, 8]
-    assert all(course.num_accepted(index) > 10 for index in range(SEATS))
+    assert course.step.num_running[7:12] == [2, 4, 6, 7, 8]
+    assert all(course.num_accepted(index) > 10 for index in range(BATCH_ROWS))
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -207,13 +207,13 @@ def test_one_that_was_preempted_is_computed_again_within_a_run(drafts: bool, mon
     assert course.harness.scheduler.num_preemptions > 0
     counters = course.harness.engine.counters
     assert counters.overlap_blocked_steps["no_free_blocks"] > 0
-    assert counters.num_resident_steps >= 0.8 * counters.num_steps
+    assert counters.num_overlapped_steps >= 0.8 * counters.num_steps
     if drafts:
         assert all(course.num_accepted(index) > 10 for index in range(3))
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("state", ["waiting", "prefilling", "seated"])
+@pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding"])
 @pytest.mark.parametrize("end", ["abort", "close", "deadline"])
 def test_a_sequence_is_ended_from_outside(end: str, state: str, drafts: bool) -> None:
     """The run goes on, and another takes its batch slot at once."""
@@ -222,7 +222,7 @@ def test_a_sequence_is_ended_from_outside(end: str, state: str, drafts: bool) ->
     is_after = {
         "waiting": lambda: course.sequence(2) is not None and course.sequence(2).slot < 0,
         "prefilling": lambda: course.sequence(1) is not None and 8 < course.sequence(1).num_computed < 40,
-        "seated": lambda: course.num_output(1) > 5,
+        "decoding": lambda: course.num_output(1) > 5,
     }[state]
     ended = 2 if state == "waiting" else 1
     done: list[bool] = []
@@ -396,13 +396,13 @@ def test_the_controller_changes_between_plain_decode_and_shapes(
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_seats_and_slots_change_hands_at_once(drafts: bool) -> None:
-    """Many short requests pass through two seats; each is drafted for as its own."""
+def test_batch_rows_and_slots_change_hands_at_once(drafts: bool) -> None:
+    """Many short requests pass through two batch rows; each is drafted for as its own."""
     requests = [greedy(i, 3 + i % 7, 4 + i % 5) for i in range(24)]
     course = Course(requests, drafts=drafts, max_running=2)
     course.run()
     assert course.num_runs == 1 and course.runs.num_ordinary == 0
-    assert max(course.step.num_seated) == 2
+    assert max(course.step.num_running) == 2
     if drafts:
         assert sum(course.num_accepted(index) for index in range(24)) > 24
         assert max(slot for slot, _ in course.oracle.num_without_hidden) == 1

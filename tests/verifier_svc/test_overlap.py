@@ -31,7 +31,7 @@ def plain_on_cpu(target: Target, requests: list[Request]) -> list[Result]:
 
 def num_ahead(harness: SeenHarness) -> int:
     """Return the number of overlapped steps."""
-    return harness.engine.counters.num_resident_steps
+    return harness.engine.counters.num_overlapped_steps
 
 
 def num_ordinary(harness: SeenHarness) -> int:
@@ -88,7 +88,7 @@ def drafted(
         features=(1, FINAL_NORM),
         width=2 * target.config.hidden_size,
         dtype=torch.float32,
-        seats=on_device.MAX_RUNNING,
+        batch_rows=on_device.MAX_RUNNING,
         nodes=6,
         block_size=BLOCK,
         spoil=spoil,

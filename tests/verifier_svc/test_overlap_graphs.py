@@ -48,7 +48,7 @@ def captured(*sizes: StepShape) -> OverlapGraphs:
 
 def test_a_batch_that_empties_runs_in_the_graph_of_a_fuller_one() -> None:
     graphs = captured(size(40, 8), size(80, 16), size(128, 16), size(288, 64))
-    # Five of sixteen seats are left, and the last one is among them.
+    # Five of sixteen batch rows are left, and the last one is among them.
     assert graphs.choose(size(40, 16, 7, 30)) == size(80, 16)
     assert graphs.choose(size(40, 5)) == size(40, 8)
     assert graphs.choose(size(81, 16)) == size(128, 16)
@@ -151,7 +151,7 @@ def test_so_has_every_number_of_long_sequences(max_seats: int, mean: int, most: 
 @pytest.mark.parametrize("max_seats", [1, 7, 100, 256, 500])
 @pytest.mark.parametrize("has_found", [False, True])
 @pytest.mark.parametrize(("sizes_of", "blocks"), [(usual_sizes, 1), (long_sizes, 129)])
-def test_every_shape_of_a_choice_has_a_graph_however_the_seats_have_emptied(
+def test_every_shape_of_a_choice_has_a_graph_however_the_batch_has_emptied(
     max_seats: int, has_found: bool, sizes_of: Callable[..., Iterable[UsualSize]], blocks: int
 ) -> None:
     shapes = candidate_shapes(TreeBounds(32))
@@ -159,13 +159,13 @@ def test_every_shape_of_a_choice_has_a_graph_however_the_seats_have_emptied(
     graphs = captured_usual(sizes_of(max_seats, 32, rows_of_shapes(shapes), has_found=has_found), blocks)
     for shape in shapes:
         for count in filter(partial(suits, shape), range(1, max_seats + 1)):
-            for seats in range(count, max_seats + 1, 7):
-                if is_large_tree(shape) or seats * shape.rows <= MAX_USUAL_ROWS:
-                    asked = size(count * shape.rows, seats, shape.nodes, blocks)
-                    assert graphs.choose(asked), (shape, count, seats)
+            for batch_rows in range(count, max_seats + 1, 7):
+                if is_large_tree(shape) or batch_rows * shape.rows <= MAX_USUAL_ROWS:
+                    asked = size(count * shape.rows, batch_rows, shape.nodes, blocks)
+                    assert graphs.choose(asked), (shape, count, batch_rows)
                     # The host may have found a tree of any size for a sequence.
-                    asked = asked._replace(rows=min(asked.rows + 31, 32 * seats, MAX_USUAL_ROWS), max_width=32)
-                    assert not has_found or graphs.choose(asked), (shape, count, seats)
+                    asked = asked._replace(rows=min(asked.rows + 31, 32 * batch_rows, MAX_USUAL_ROWS), max_width=32)
+                    assert not has_found or graphs.choose(asked), (shape, count, batch_rows)
 
 
 def test_large_trees_get_no_graphs_for_batches_that_do_not_draft_them() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
-from verifier_svc.overlap_runs import RunAhead
+from verifier_svc.overlap_runs import OverlapRuns
 from verifier_svc.overlap_step import ResidentStep
 from verifier_svc.speculation.speculator import Speculator
 
@@ -33,7 +33,7 @@ class Capturing:
 def test_what_moved_is_captured_again() -> None:
     """A drafter that comes later may have a program whose buffers are larger."""
     step = Capturing()
-    ahead = RunAhead(lambda *_: cast(ResidentStep, step), cast(ResidentStep, step), timeout_s=1.0)
+    ahead = OverlapRuns(lambda *_: cast(ResidentStep, step), cast(ResidentStep, step), timeout_s=1.0)
     nobody = cast(Speculator, SimpleNamespace(drafters=[]))
     assert [ahead.prepare(nobody) for _ in range(7)] == [True] * 5 + [False] * 2
     step.move()
@@ -46,7 +46,7 @@ def test_graphs_for_short_sequences_come_first() -> None:
     """The captures before the first request may be cut short."""
     plain, drafted = Capturing(), Capturing()
     plain.has_long_sequences = True
-    ahead = RunAhead(lambda *_: cast(ResidentStep, drafted), cast(ResidentStep, plain), timeout_s=1.0)
+    ahead = OverlapRuns(lambda *_: cast(ResidentStep, drafted), cast(ResidentStep, plain), timeout_s=1.0)
     nobody = cast(Speculator, SimpleNamespace(drafters=[]))
     assert [ahead.prepare(nobody) for _ in range(5)] == [True] * 5 and plain.captured == set(range(5))
     assert [ahead.prepare(nobody) for _ in range(3)] == [True] * 2 + [False]

@@ -1,4 +1,4 @@
-"""Steps on the device one by one: who has a seat in them, and what they leave in memory."""
+"""Steps on the device one by one: which sequences they have, and what they leave in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foretoken.models.backend import Backend
 from foretoken.models.batch import blank_batch
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_sizes import PassSizes
-from foretoken.overlap_memory import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.overlap_memory import OverlapLayout, OverlapMemory, StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tree import DraftTree
 from tests.support.tiny_checkpoint import save_llama
@@ -29,7 +29,7 @@ from verifier_svc.overlap_step import ResidentStep
 from verifier_svc.sampling.allowed_tokens import TreeMasks
 from verifier_svc.sampling.device_walker import DeviceWalker
 from verifier_svc.scheduling.batch import Scheduled, build_batch
-from verifier_svc.scheduling.batch_row import Seat
+from verifier_svc.scheduling.batch_row import BatchRow
 from verifier_svc.scheduling.block_manager import BlockTable
 from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.sequence import Sequence
@@ -47,7 +47,7 @@ class Steps:
     """A ResidentStep with a small target.
 
     Attributes:
-        seated: sequences by seat.
+        joined: sequences by batch row.
         num_joined: steps whose pass had prompts in it.
     """
 
@@ -79,8 +79,8 @@ class Steps:
             device=backend.device,
             graphs=True,
         )
-        layout = ResidentLayout(SLOTS, 3, NODES, HIDDEN, self.runner.dtype, prompt_rows=8)
-        self.memory = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
+        layout = OverlapLayout(SLOTS, 3, NODES, HIDDEN, self.runner.dtype, prompt_rows=8)
+        self.memory = OverlapMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
         self.step = ResidentStep(
             self.runner,
             walker,
@@ -101,7 +101,7 @@ class Steps:
             self.step.warm_up(EMBEDDING)
             self.step.sizes.add(LARGEST)
         self.step.begin(EMBEDDING, 0)
-        self.seated: dict[int, Sequence] = {}
+        self.joined: dict[int, Sequence] = {}
 
     def prefill(self, sequence: Sequence, num_tokens: int) -> torch.Tensor:
         """Compute prompt tokens; return the hidden states that a drafter gets of them, after the next step."""
@@ -115,12 +115,12 @@ class Steps:
 
     def join(self, sequence: Sequence, width: int = 1) -> int:
         index = self.step.seating.free_seat()
-        self.step.seating.join(index, Seat(sequence, width, 1, is_new=True))
-        self.seated[index] = sequence
+        self.step.seating.join(index, BatchRow(sequence, width, 1, is_new=True))
+        self.joined[index] = sequence
         return index
 
     def join_all(self, prompts: list[list[int]], width: int) -> None:
-        """Seat a sequence for each prompt, with all but its last token computed."""
+        """Join a sequence for each prompt, with all but its last token computed."""
         for slot, prompt in enumerate(prompts):
             sequence = sequence_of(prompt, slot, [4 * slot + block for block in range(4)])
             self.prefill(sequence, len(prompt) - 1)
@@ -128,7 +128,7 @@ class Steps:
 
     def leave(self, index: int) -> None:
         self.step.seating.leave(index)
-        del self.seated[index]
+        del self.joined[index]
 
     def draft(self, index: int, tokens: list[int], parents: list[int], score: float = 0.0) -> None:
         """Draft a tree after the last step, as a drafter does. ``score``: of its nodes."""
@@ -140,15 +140,15 @@ class Steps:
         memory.draft_stamp.fill_(self.step.number)
 
     def run(self, *, is_drafted: bool = False, found: Mapping[int, Draft] | None = None) -> dict[int, list[int]]:
-        """Run one step; return the tokens of each seat that took part."""
+        """Run one step; return the tokens of each sequence that took part."""
         self.num_joined += self.step.launch(is_drafted=is_drafted, found=found or {})
         self.step.wait()
         tokens: dict[int, list[int]] = {}
-        for seat, walk, num_nodes, _ in self.step.receive():
-            (index,) = (index for index, sequence in self.seated.items() if sequence is seat.sequence)
+        for batch_row, walk, num_nodes, _ in self.step.receive():
+            (index,) = (index for index, sequence in self.joined.items() if sequence is batch_row.sequence)
             assert num_nodes > 0
-            seat.sequence.tokens.extend(walk.tokens)
-            seat.sequence.num_computed += len(walk.tokens)
+            batch_row.sequence.tokens.extend(walk.tokens)
+            batch_row.sequence.num_computed += len(walk.tokens)
             tokens[index] = walk.tokens
             assert int(self.memory.counts[index]) == len(walk.tokens)
             assert self.memory.new_tokens[index, : len(walk.tokens)].tolist() == walk.tokens
@@ -158,7 +158,7 @@ class Steps:
         return tokens
 
     def text(self, prompt: list[int], count: int) -> list[int]:
-        """Return a prompt's next tokens, each made by a step of its own with one seat."""
+        """Return a prompt's next tokens, each made by a step of its own with one sequence."""
         sequence = sequence_of(prompt, 0, list(range(4)))
         self.prefill(sequence, len(prompt) - 1)
         index = self.join(sequence)
@@ -219,7 +219,7 @@ def test_a_tree_from_the_host_takes_the_place_of_the_drafters(folder: Path, devi
 
 
 @pytest.mark.slow
-def test_seats_share_the_rows_of_a_step(folder: Path, device: str) -> None:
+def test_sequences_share_the_rows_of_a_step(folder: Path, device: str) -> None:
     """The tree that promises more gets the rows; whoever gets them, each text is that of the sequence alone."""
     steps = Steps(folder, device)
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
@@ -241,7 +241,7 @@ def test_seats_share_the_rows_of_a_step(folder: Path, device: str) -> None:
 
 
 @pytest.mark.slow
-def test_seats_that_share_the_rows_of_a_larger_graph_may_use_all(folder: Path, device: str) -> None:
+def test_sequences_that_share_the_rows_of_a_larger_graph_may_use_all(folder: Path, device: str) -> None:
     steps = Steps(folder, device, is_padded=True)
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
     texts = [steps.text(prompt, 4) for prompt in prompts]
@@ -272,11 +272,11 @@ def test_hidden_states_are_those_of_the_pass_also_when_its_buffer_has_grown(fold
     embedding = steps.runner.weights.embedding
     for token in (7, 9):
         steps.step.begin(EMBEDDING, steps.step.number)
-        steps.seated.clear()
+        steps.joined.clear()
         steps.join(sequence_of([token], 0, [0]))
         steps.run()
         assert torch.equal(steps.memory.hidden[0], embedding[token]), token
-        steps.runner.resident_pass((0, 1, 2), 1, 1, 1, 1)
+        steps.runner.overlap_pass((0, 1, 2), 1, 1, 1, 1)
 
 
 def test_captures_stay_within_the_largest_pass_and_write_no_kv_entries(folder: Path, device: str) -> None:
@@ -326,7 +326,7 @@ def test_no_step_with_masks_is_captured_while_streams_wait(
     assert captured and RecordedGraphs.captured == captured
 
 
-def test_a_step_without_seats_only_gets_its_number(folder: Path, device: str) -> None:
+def test_a_step_without_sequences_only_gets_its_number(folder: Path, device: str) -> None:
     """Its results are those of the step before, and it has none for the host."""
     steps = Steps(folder, device)
     assert steps.run() == {} and steps.step.number == 1
@@ -363,7 +363,7 @@ def test_a_sequence_joins_beside_a_tree_and_the_first_one_leaves(
     embedding = steps.runner.weights.embedding
     assert torch.equal(steps.memory.hidden[:3], embedding[texts[0][:3]])
 
-    # The second one's first tree is its root, whatever is left in memory of its seat.
+    # The second one's first tree is its root, whatever is left in memory for its batch row.
     steps.draft(1, [1, 2], [-1, 0])
     steps.draft(0, [texts[0][3], texts[0][4]], [-1, 0])
     halves.append(steps.prefill(second, 1))
@@ -374,20 +374,20 @@ def test_a_sequence_joins_beside_a_tree_and_the_first_one_leaves(
     assert steps.num_joined == (3 if is_joined else 0)
     assert halves[0].data_ptr() != halves[1].data_ptr()
 
-    # The first seat stays empty, and the second one has its rows.
+    # The first batch row stays empty, and the second one has its rows.
     steps.leave(0)
     steps.draft(1, [texts[1][0], texts[1][1]], [-1, 0])
     assert steps.run(is_drafted=True) == {1: texts[1][1:3]}
     assert steps.memory.counts.tolist() == [0, 2] and int(steps.memory.num_left[0]) == 0
 
-    # Somebody else takes it: the lowest free seat, with the first one's slot.
+    # Somebody else takes it: the lowest free batch row, with the first one's slot.
     third = sequence_of(prompts[0], 0, [0, 1, 2, 3])
     steps.prefill(third, 4)
     assert steps.join(third) == 0
     assert steps.run() == {0: texts[0][:1], 1: texts[1][3:4]}
 
 
-def test_prompts_join_a_step_whose_seats_share_rows(folder: Path, device: str) -> None:
+def test_prompts_join_a_step_whose_sequences_share_rows(folder: Path, device: str) -> None:
     """They follow the rows that the kernel divides, and their hidden states reach the drafter."""
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
     alone = Steps(folder, device)
@@ -412,7 +412,7 @@ def test_prompts_join_a_step_whose_seats_share_rows(folder: Path, device: str) -
 def test_several_prompts_join_a_step_behind_any_number_of_rows(
     folder: Path, device: str, monkeypatch: pytest.MonkeyPatch, *, is_replayed: bool
 ) -> None:
-    """The same graph runs them, wherever the seats' rows end. ``is_replayed``: also without a GPU."""
+    """The same graph runs them, wherever the rows of sequences end. ``is_replayed``: also without a GPU."""
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13], [21, 22, 23, 24]]
     alone = Steps(folder, device)
     texts = [alone.text(prompt, 4) for prompt in prompts]
@@ -481,11 +481,11 @@ def test_prompts_without_room_in_a_step_have_a_pass_of_their_own(folder: Path, d
     text = Steps(folder, device).text([5, 6, 7, 8, 9], 2)
     for count, num_joined in ((12, 1), (13, 0)):
         steps = Steps(folder, device, is_joined=True)
-        seated = sequence_of([5, 6, 7, 8, 9], 0, [0, 1, 2, 3])
+        joined = sequence_of([5, 6, 7, 8, 9], 0, [0, 1, 2, 3])
         steps.is_joined = False
-        steps.prefill(seated, 4)
+        steps.prefill(joined, 4)
         steps.is_joined = True
-        steps.join(seated, width=NODES)
+        steps.join(joined, width=NODES)
         prompt = sequence_of(list(range(1, 16)), 1, [4, 5, 6, 7])
         steps.prefill(prompt, count)
         assert steps.run() == {0: text[:1]} and steps.num_joined == num_joined

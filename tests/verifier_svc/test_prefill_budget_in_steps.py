@@ -9,7 +9,7 @@ import pytest
 from tests.support.engine_harness import Harness
 from tests.support.grammars import VOCAB
 from tests.support.hash_target import HashTarget
-from tests.support.runs import BLOCK, SEATS, Course, greedy, plain
+from tests.support.runs import BATCH_ROWS, BLOCK, Course, greedy, plain
 from tests.support.seen_budget import SeenBudget
 
 CHUNK = 64
@@ -55,8 +55,8 @@ def test_texts_do_not_depend_on_the_budget(drafts: bool) -> None:
     """It changes from step to step. ``Course`` compares all texts with those of plain decode."""
     draw = random.Random(7)
     budget = SeenBudget(CHUNK, lambda step_s: draw.choice([16, 20, 33, CHUNK]))
-    requests = [greedy(i, 30 + 11 * i, 25) for i in range(SEATS + 2)]
-    course = Course(requests, {i: 2 * i for i in range(1, SEATS + 2)}, drafts=drafts, prefill=budget)
+    requests = [greedy(i, 30 + 11 * i, 25) for i in range(BATCH_ROWS + 2)]
+    course = Course(requests, {i: 2 * i for i in range(1, BATCH_ROWS + 2)}, drafts=drafts, prefill=budget)
     course.run()
     assert len(set(course.step.prefills)) > 4 and max(course.step.prefills) <= CHUNK
     assert sum(course.step.prefills) >= sum(len(request.prompt) - 1 for request in requests)
@@ -64,10 +64,10 @@ def test_texts_do_not_depend_on_the_budget(drafts: bool) -> None:
 
 def test_prompts_go_on_beside_a_batch_that_takes_all_of_the_limit() -> None:
     """The least that a budget gives is more than what runs again for a drafter."""
-    requests = [greedy(1, 6, 90), *(greedy(i, 40, 8) for i in range(2, SEATS))]
+    requests = [greedy(1, 6, 90), *(greedy(i, 40, 8) for i in range(2, BATCH_ROWS))]
     budget = SeenBudget(CHUNK, lambda step_s: budget.least_tokens)
-    course = Course(requests, dict.fromkeys(range(1, SEATS - 1), 3), prefill=budget)
+    course = Course(requests, dict.fromkeys(range(1, BATCH_ROWS - 1), 3), prefill=budget)
     course.run()
     assert max(course.step.prefills) == 16
     # No pass was left out until all prompts were computed.
-    assert len(course.step.prefills) <= 1 + -(-39 * (SEATS - 2) // 16) + 1
+    assert len(course.step.prefills) <= 1 + -(-39 * (BATCH_ROWS - 2) // 16) + 1

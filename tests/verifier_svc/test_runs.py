@@ -21,9 +21,9 @@ from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transports.transport import ROWS_PER_SLOT
 from tests.support.engine_harness import Request, Result, TestSource, assert_bits
 from tests.support.runs import (
+    BATCH_ROWS,
     BLOCK,
     NODES,
-    SEATS,
     VOCAB,
     Runs,
     choose,
@@ -128,7 +128,7 @@ def lookup_of(requests: list[Request], expected: list[Result], seed: int) -> Tes
         (tuple(request.prompt), request.choice_index): [*request.output, *result.token_ids[len(request.output) :]]
         for request, result in zip(requests, expected, strict=True)
     }
-    info = TargetInfo("hash", VOCAB, 400, SEATS, NODES, 8, 2, BLOCK, 400, "")
+    info = TargetInfo("hash", VOCAB, 400, BATCH_ROWS, NODES, 8, 2, BLOCK, 400, "")
     return TestSource("lookup", ScriptedDrafter(outputs, seed=seed), info)
 
 
@@ -345,14 +345,14 @@ def test_a_drafter_that_attaches_anew_within_a_run_was_sent_nothing() -> None:
 def test_a_request_names_the_blocks_that_its_step_may_need_and_no_others() -> None:
     """Any transport takes two blocks a slot; reserves and rows without drafts would be more."""
     plain_row = greedy(0, 200, 40, speculation=SpeculationOptions(enabled=False))
-    requests = [plain_row, *(greedy(i, 6, 30) for i in range(1, SEATS))]
+    requests = [plain_row, *(greedy(i, 6, 30) for i in range(1, BATCH_ROWS))]
     expected = plain(requests)
     oracle = oracle_of(requests, expected)
     runs = Runs([oracle], max_model_len=240)
     results = runs.harness.run(requests)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
     assert runs.num_ahead > 3
-    assert max(oracle.num_named) <= ROWS_PER_SLOT * SEATS
+    assert max(oracle.num_named) <= ROWS_PER_SLOT * BATCH_ROWS
 
 
 def test_no_block_is_named_after_the_end_of_the_context() -> None:

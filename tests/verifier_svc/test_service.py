@@ -308,7 +308,7 @@ def test_get_info_has_the_figures_of_the_moment() -> None:
         async for event in stub.Generate(verifier_pb2.GenerateRequest(sequence=sequence())):
             last = event
         assert last.finished.prefill_ms > 0 and last.finished.decode_ms > 0
-        harness.engine.counters.num_resident_steps = 3
+        harness.engine.counters.num_overlapped_steps = 3
         harness.engine.counters.count_blocked_overlap("catching_up")
         info = await stub.GetInfo(verifier_pb2.GetInfoRequest())
         assert (info.model_name, info.vocab_size, info.max_model_len) == ("hash", VOCAB, CONTEXT)

@@ -16,7 +16,7 @@ from foretoken.drafting import DeviceStep, DraftBatch, DrafterNeeds, DraftReques
 from foretoken.transports.transport import DraftTransport, TransportClosedError
 from verifier_svc.drafters.counters import DrafterCounters
 from verifier_svc.drafters.deadline import Deadline
-from verifier_svc.drafters.device_feed import ResidentFeed, as_seats, can_feed
+from verifier_svc.drafters.device_feed import DeviceFeed, as_batch_rows, can_feed
 from verifier_svc.drafters.final_updates import FinalUpdates
 from verifier_svc.drafters.request import DraftRow, RequestKind, request_of
 from verifier_svc.drafters.sent_tokens import SentTokens
@@ -54,7 +54,7 @@ class Posted(NamedTuple):
 
     step_id: int
     rows: list[DraftRow]
-    is_resident: bool = False
+    in_device_memory: bool = False
 
     @property
     def is_awaited(self) -> bool:
@@ -99,7 +99,7 @@ class Attachment:
         self.sent = SentTokens(self.needs, settings.block_size)
         self.final_updates = FinalUpdates()
         # The last step whose results the drafter found in device memory. Numbers only grow.
-        self.resident_number = 0
+        self.device_step_number = 0
         self._number = number
         self._record = record
         self._counters = counters
@@ -109,7 +109,7 @@ class Attachment:
         # An excused one that the drafter still works on, and when it was last seen to do so.
         self._late: LateDraft | None = None
         self._busy_at = 0.0
-        self._feed: ResidentFeed | None = None
+        self._feed: DeviceFeed | None = None
         self._step_id = 0
         self._posted: Posted | None = None
         # A request of the last step that nobody waited for.
@@ -118,9 +118,9 @@ class Attachment:
         self._catching_up_since: float | None = None
 
     @property
-    def has_resident(self) -> bool:
+    def has_overlap_memory(self) -> bool:
         """Whether the drafter can read the results of steps from device memory."""
-        return self.transport.resident is not None
+        return self.transport.overlap_memory is not None
 
     @property
     def is_awaited(self) -> bool:
@@ -218,40 +218,40 @@ class Attachment:
             self.sent.mark(row.slot, row.generation, row.length)
         if self._catching_up_since is None and any(self.sent.takes_long(len(row.new_tokens)) for row in rows):
             self._catching_up_since = self._settings.clock()
-        self._posted = Posted(self._step_id, rows, is_resident=is_fed)
+        self._posted = Posted(self._step_id, rows, in_device_memory=is_fed)
 
     def _can_feed(self, rows: list[DraftRow]) -> bool:
         """Return whether device memory can take the rows. An idle drafter reads nothing there."""
         return (
-            self.transport.resident is not None
+            self.transport.overlap_memory is not None
             and any(row.awaited for row in rows)
-            and can_feed(rows, self.transport.resident.layout)
+            and can_feed(rows, self.transport.overlap_memory.layout)
             and self.transport.is_idle()
         )
 
     def _fed_request(self, rows: list[DraftRow]) -> DraftRequest:
         """Copy what the rows send to device memory, and return the request that says so: a run of one step."""
-        memory = self.transport.resident
+        memory = self.transport.overlap_memory
         assert memory is not None
-        self.resident_number += 1
+        self.device_step_number += 1
         if self._feed is None:
-            self._feed = ResidentFeed(memory.layout, memory.stamp.device)
-        self._feed.place(rows, memory, self.resident_number)
-        self.transport.order.signal_step(self.resident_number)
-        request = request_of(self._settings.epoch, self._step_id, as_seats(rows, self._settings.block_size))
-        step = DeviceStep(self.resident_number, begins=True, is_last=True, num_seats=len(rows))
-        return replace(request, resident=step)
+            self._feed = DeviceFeed(memory.layout, memory.stamp.device)
+        self._feed.place(rows, memory, self.device_step_number)
+        self.transport.order.signal_step(self.device_step_number)
+        request = request_of(self._settings.epoch, self._step_id, as_batch_rows(rows, self._settings.block_size))
+        step = DeviceStep(self.device_step_number, begins=True, is_last=True, num_batch_rows=len(rows))
+        return replace(request, device_step=step)
 
-    def post_resident(self, request: DraftRequest, step: DeviceStep) -> None:
+    def post_device_step(self, request: DraftRequest, step: DeviceStep) -> None:
         """Send a request about a step whose results are in device memory; nobody waits for the answer on the host.
 
         ``request``: without epoch and step id.
         """
         self._step_id += 1
-        self.resident_number = step.number
-        self.final_updates.forget_slots(set(request.slots[step.num_seats :].tolist()))
+        self.device_step_number = step.number
+        self.final_updates.forget_slots(set(request.slots[step.num_batch_rows :].tolist()))
         try:
-            self.transport.post(replace(request, epoch=self._settings.epoch, step_id=self._step_id, resident=step))
+            self.transport.post(replace(request, epoch=self._settings.epoch, step_id=self._step_id, device_step=step))
         except TransportClosedError as error:
             self._record.source.report_failure(str(error))
 
@@ -308,7 +308,7 @@ class Attachment:
         # On a GPU the first request of a kind may take long.
         captures_graphs = self.needs.blocks and bool(self.needs.device)
         is_first = captures_graphs and self._first_waits.is_new(
-            RequestKind.of(posted.rows, is_resident=posted.is_resident)
+            RequestKind.of(posted.rows, in_device_memory=posted.in_device_memory)
         )
         self._first_waits.observe(now - began, worth_s, is_first=is_first, is_answered=batch is not None)
         self._counters.num_awaited += 1

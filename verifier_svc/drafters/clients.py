@@ -10,7 +10,7 @@ from foretoken.drafting import TargetInfo, TreeLimits
 from foretoken.links import read_credentials
 from foretoken.models.backend import Backend
 from verifier_svc.config import DrafterEndpoint, VerifierSettings
-from verifier_svc.drafters.device_offer import ResidentOffer
+from verifier_svc.drafters.device_offer import DeviceOffer
 from verifier_svc.drafters.in_process import InProcessClient
 from verifier_svc.drafters.remote import DrafterClient
 from verifier_svc.drafters.request import TreeBounds
@@ -58,7 +58,7 @@ class DrafterClients:
             checkpoint=str(settings.model.resolve()),
             usual_trees=self._usual_trees,
         )
-        self._resident = ResidentOffer.of_backend(
+        self._offer = DeviceOffer.of_backend(
             self._backend, TreeBounds.of(settings).max_depth, runner.dtype, settings.chunked_prefill_size
         )
         self.remote = [self.make(endpoint) for endpoint in settings.drafters]
@@ -72,7 +72,7 @@ class DrafterClients:
             self._target,
             self.epoch,
             weights=self._runner.shared_weights,
-            resident=self._resident,
+            offer=self._offer,
             credentials=self._credentials,
         )
 
@@ -80,7 +80,7 @@ class DrafterClients:
         """Attach drafters of this process, by name, and return their clients."""
         weights = self._runner.target_weights
         clients = [
-            InProcessClient(name, drafter, self._target, self.epoch, weights=weights, resident=self._resident)
+            InProcessClient(name, drafter, self._target, self.epoch, weights=weights, offer=self._offer)
             for name, drafter in drafters.items()
         ]
         for client in clients:

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 
 from foretoken.models.pinned_buffers import PinnedBuffers
-from foretoken.overlap_memory import ResidentLayout, ResidentMemory
+from foretoken.overlap_memory import OverlapLayout, OverlapMemory
 from verifier_svc.drafters.request import DraftRow
 
 
-def can_feed(rows: Items[DraftRow], layout: ResidentLayout) -> bool:
+def can_feed(rows: Items[DraftRow], layout: OverlapLayout) -> bool:
     """Return whether a memory can take all that these rows send.
 
     Each row must have the last few tokens of a sequence that the drafter knows, and hidden states that are where the
     last pass left them. A batch slot may have only one row.
     """
-    return len(rows) == len({row.slot for row in rows}) <= layout.seats and all(_fits(row, layout) for row in rows)
+    return len(rows) == len({row.slot for row in rows}) <= layout.batch_rows and all(_fits(row, layout) for row in rows)
 
 
-def _fits(row: DraftRow, layout: ResidentLayout) -> bool:
+def _fits(row: DraftRow, layout: OverlapLayout) -> bool:
     count = len(row.new_tokens)
     if not 0 < count <= min(layout.tokens, row.length - 1):
         return False
@@ -39,19 +39,19 @@ def _fits(row: DraftRow, layout: ResidentLayout) -> bool:
     )
 
 
-def as_seats(rows: Items[DraftRow], block_size: int) -> list[DraftRow]:
+def as_batch_rows(rows: Items[DraftRow], block_size: int) -> list[DraftRow]:
     """Return the rows of a run's first request: what the drafter was sent before, and the blocks that are new to it."""
-    return [_as_seat(row, block_size) for row in rows]
+    return [_as_batch_row(row, block_size) for row in rows]
 
 
-def _as_seat(row: DraftRow, block_size: int) -> DraftRow:
+def _as_batch_row(row: DraftRow, block_size: int) -> DraftRow:
     sent = row.length - len(row.new_tokens)
     # The drafter knows the first block if the sequence has begun it.
     blocks = row.block_ids[1:] if sent % block_size else row.block_ids
     return row._replace(length=sent, new_tokens=[], hidden=[], block_ids=blocks)
 
 
-class ResidentFeed:
+class DeviceFeed:
     """Copies steps to device memory. Not for two threads at once; keeps no reference to a memory.
 
     Args:
@@ -59,19 +59,20 @@ class ResidentFeed:
         device: where they and the hidden states are.
     """
 
-    def __init__(self, layout: ResidentLayout, device: torch.device) -> None:
+    def __init__(self, layout: OverlapLayout, device: torch.device) -> None:
         self.layout, self.device = layout, device
         is_cuda = device.type == "cuda"
-        self._host = ResidentMemory.mirror(layout, pinned=is_cuda)
+        self._host = OverlapMemory.mirror(layout, pinned=is_cuda)
         self._columns = {
             name: getattr(self._host, name).numpy() for name in ("counts", "lengths", "num_left", "new_tokens")
         }
-        self._places = PinnedBuffers({"rows": ((layout.seats * layout.tokens,), torch.int32)}, device)
+        self._places = PinnedBuffers({"rows": ((layout.batch_rows * layout.tokens,), torch.int32)}, device)
         self._sent: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
-    def place(self, rows: Items[DraftRow], memory: ResidentMemory, number: int) -> None:
-        """Enqueue all copies of step ``number``. Row ``i``, which passed ``can_feed``, gets seat ``i``.
+    def place(self, rows: Items[DraftRow], memory: OverlapMemory, number: int) -> None:
+        """Enqueue all copies of step ``number``. Row ``i``, which passed ``can_feed``, gets batch
+        row ``i``.
 
         Nobody else may read or write the memory's results now or soon.
         """
@@ -82,11 +83,11 @@ class ResidentFeed:
         self._places.wait()
         places = self._places.host["rows"]
         counts[:] = num_left[:] = 0
-        for seat, row in enumerate(rows):
-            count, first = len(row.new_tokens), seat * tokens
-            counts[seat], lengths[seat] = count, row.length
-            num_left[seat] = 0 if row.has_ended else row.sequence.max_new_tokens
-            new_tokens[seat, :count] = row.new_tokens
+        for batch_row, row in enumerate(rows):
+            count, first = len(row.new_tokens), batch_row * tokens
+            counts[batch_row], lengths[batch_row] = count, row.length
+            num_left[batch_row] = 0 if row.has_ended else row.sequence.max_new_tokens
+            new_tokens[batch_row, :count] = row.new_tokens
             if self.layout.hidden_width:
                 places[first : first + count] = [place for part in row.hidden for place in part.places]
                 # Nobody reads these rows: any row of the pass will do.

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from foretoken.drafter import Drafter, DraftsResident
+from foretoken.drafter import Drafter, DraftsOverlapped
 from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.models.backend import Backend, device_uuid
-from foretoken.overlap_memory import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.overlap_memory import OverlapLayout, OverlapMemory, StreamOrder
 
 
-class ResidentOffer(NamedTuple):
+class DeviceOffer(NamedTuple):
     """What is offered.
 
     Attributes:
@@ -31,23 +31,21 @@ class ResidentOffer(NamedTuple):
     prompt_rows: int
 
     @staticmethod
-    def of_backend(
-        backend: Backend, max_depth: int, hidden_dtype: torch.dtype, prompt_rows: int
-    ) -> ResidentOffer | None:
+    def of_backend(backend: Backend, max_depth: int, hidden_dtype: torch.dtype, prompt_rows: int) -> DeviceOffer | None:
         """Return the offer of a target on this backend; None without GPU kernels."""
         uuid = device_uuid(backend)
-        return ResidentOffer(backend.device, uuid, 1 + max_depth, hidden_dtype, prompt_rows) if uuid else None
+        return DeviceOffer(backend.device, uuid, 1 + max_depth, hidden_dtype, prompt_rows) if uuid else None
 
-    def layout(self, target: TargetInfo, needs: DrafterNeeds) -> ResidentLayout | None:
+    def layout(self, target: TargetInfo, needs: DrafterNeeds) -> OverlapLayout | None:
         """Return the layout of the memory for a drafter; None if it is on another device or wants no memory."""
-        if not needs.resident or needs.device != self.uuid:
+        if not needs.overlaps or needs.device != self.uuid:
             return None
         width = len(needs.features) * target.hidden_size
-        return ResidentLayout(
+        return OverlapLayout(
             target.max_slots, self.tokens, target.max_nodes, width, self.hidden_dtype, self.prompt_rows
         )
 
-    def in_process(self, drafter: Drafter, target: TargetInfo, needs: DrafterNeeds) -> ResidentMemory | None:
+    def in_process(self, drafter: Drafter, target: TargetInfo, needs: DrafterNeeds) -> OverlapMemory | None:
         """Give memory to a drafter in this process, whose work shares the verifier's stream, and return it.
 
         Called after the drafter's ``attach``. Returns None as ``layout`` does. Raises PreconditionError if the drafter
@@ -56,9 +54,9 @@ class ResidentOffer(NamedTuple):
         layout = self.layout(target, needs)
         if layout is None:
             return None
-        if not isinstance(drafter, DraftsResident):
+        if not isinstance(drafter, DraftsOverlapped):
             raise PreconditionError(f"a drafter of kind {drafter.algorithm} does not draft from device memory")
         raw = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self.device)
-        memory = ResidentMemory.over(raw, layout)
-        drafter.set_resident(memory, StreamOrder())
+        memory = OverlapMemory.over(raw, layout)
+        drafter.set_overlap_memory(memory, StreamOrder())
         return memory

@@ -25,7 +25,7 @@ from foretoken.transports.transport import (
     probe_request,
 )
 from protos import drafter_pb2
-from verifier_svc.drafters.device_offer import ResidentOffer
+from verifier_svc.drafters.device_offer import DeviceOffer
 from verifier_svc.drafters.interrupts import Interrupts
 from verifier_svc.drafters.stream import StreamTransport
 
@@ -43,7 +43,7 @@ class Terms:
         token_capacity: new tokens of one request at most.
         spin_us: as ArenaTransport's.
         weights: the target's, for a drafter of this host that uses them in place.
-        resident: device memory, for a drafter on the target's device.
+        offer: device memory, for a drafter on the target's device.
     """
 
     target: TargetInfo
@@ -52,7 +52,7 @@ class Terms:
     token_capacity: int = DEFAULT_TOKEN_CAPACITY
     spin_us: int | None = None
     weights: SharedWeights | None = None
-    resident: ResidentOffer | None = None
+    offer: DeviceOffer | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Handshake:
         else:
             response = self._call_attach(stub, challenge, "", None)
             # What it could do on one device with the target is of no use over a stream.
-            needs = replace(needs, device="", resident=False)
+            needs = replace(needs, device="", overlaps=False)
             layout = ArenaLayout.of_target(terms.target, needs, terms.token_capacity)
             transport = StreamTransport(stub, terms.epoch, layout, terms.counters)
             undo.callback(transport.close)
@@ -109,13 +109,13 @@ class Handshake:
     def _attach_arena(
         self, stub: Any, challenge: bytes, needs: DrafterNeeds, undo: contextlib.ExitStack
     ) -> tuple[ArenaTransport, drafter_pb2.AttachResponse]:
-        terms, offer = self._terms, self._terms.resident
+        terms, offer = self._terms, self._terms.offer
         weights_fds: tuple[int, ...] = ()
         if terms.weights is not None and needs.weights and needs.device == terms.weights.device:
             weights_fds = terms.weights.filenos()
-        resident = None if offer is None else offer.layout(terms.target, needs)
+        overlap = None if offer is None else offer.layout(terms.target, needs)
         layout = ArenaLayout.of_target(
-            terms.target, needs, terms.token_capacity, weights=bool(weights_fds), resident=resident
+            terms.target, needs, terms.token_capacity, weights=bool(weights_fds), overlap=overlap
         )
         transport = ArenaTransport(
             layout,

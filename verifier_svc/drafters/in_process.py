@@ -11,7 +11,7 @@ from foretoken.drafting import TargetInfo
 from foretoken.models.target_weights import TargetWeights
 from foretoken.tracing import TraceContext
 from foretoken.transports.transport import DraftTransport, InProcessTransport, probe_request
-from verifier_svc.drafters.device_offer import ResidentOffer
+from verifier_svc.drafters.device_offer import DeviceOffer
 from verifier_svc.drafters.source import GAUGES_EVERY_S, DraftSource, checked_gauges
 
 logger = logging.getLogger(__name__)
@@ -28,12 +28,13 @@ class InProcessClient(DraftSource):
         epoch: int,
         *,
         weights: TargetWeights | None = None,
-        resident: ResidentOffer | None = None,
+        offer: DeviceOffer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``drafter``: built by the composition root. ``clock``: seconds, for the backoff after its failures.
 
-        ``weights``: of the target, for a drafter that can read them as they are. ``resident``: for one on its device.
+        ``weights``: of the target, for a drafter that can read them as they are. ``offer``: for one
+            on its device.
         """
         # No one else reaches it: it has no address.
         super().__init__(name, "", "in-process")
@@ -42,7 +43,7 @@ class InProcessClient(DraftSource):
         self._target = target
         self._epoch = epoch
         self._weights = weights
-        self._offer = resident
+        self._offer = offer
         self._clock = clock
         self._gauges_at = 0.0
         self._retry_at: float | None = 0.0
@@ -89,10 +90,10 @@ class InProcessClient(DraftSource):
         try:
             self.needs = self._drafter.needs(self._target)
             self._drafter.attach(self._target, self._weights if self.needs.weights else None)
-            resident = None
+            memory = None
             if self._offer is not None:
-                resident = self._offer.in_process(self._drafter, self._target, self.needs)
-            transport = InProcessTransport(self._drafter, self._counters, resident)
+                memory = self._offer.in_process(self._drafter, self._target, self.needs)
+            transport = InProcessTransport(self._drafter, self._counters, memory)
             transport.post(probe_request(self._epoch, 0))
             transport.receive(0)
         except Exception as error:

@@ -24,7 +24,7 @@ from foretoken.transports.shared_weights import SharedWeights
 from foretoken.transports.transport import DEFAULT_TOKEN_CAPACITY, QueuedTransport, TransportClosedError
 from protos import drafter_pb2, drafter_pb2_grpc
 from verifier_svc.config import DrafterEndpoint
-from verifier_svc.drafters.device_offer import ResidentOffer
+from verifier_svc.drafters.device_offer import DeviceOffer
 from verifier_svc.drafters.handshake import Handshake, Terms
 from verifier_svc.drafters.interrupts import Interrupts
 from verifier_svc.drafters.source import (
@@ -58,7 +58,7 @@ class DrafterClient(DraftSource):
         token_capacity: int = DEFAULT_TOKEN_CAPACITY,
         spin_us: int | None = None,
         weights: SharedWeights | None = None,
-        resident: ResidentOffer | None = None,
+        offer: DeviceOffer | None = None,
         credentials: LinkCredentials = NO_CREDENTIALS,
     ) -> None:
         """See Terms. Nothing happens before ``start``."""
@@ -67,7 +67,7 @@ class DrafterClient(DraftSource):
         by_address: TransportName = "grpc" if socket_path is None else "shared-memory"
         transport_name = by_address if endpoint.transport == "auto" else endpoint.transport
         super().__init__(endpoint.name, endpoint.address, transport_name)
-        terms = Terms(target, epoch, self._counters, token_capacity, spin_us, weights, resident)
+        terms = Terms(target, epoch, self._counters, token_capacity, spin_us, weights, offer)
         self._epoch = epoch
         self._credentials = credentials
         self._interrupts = Interrupts()
@@ -201,7 +201,7 @@ class DrafterClient(DraftSource):
             self.algorithm = found.algorithm
             self.needs = found.needs
             # Until the first look says more. Readers look at this once there is an attachment.
-            self.is_preparing = found.transport.resident is not None
+            self.is_preparing = found.transport.overlap_memory is not None
             self.num_attaches += 1
             self._interrupts.close_circuit()
             self.state, self.reason = "attached", ""

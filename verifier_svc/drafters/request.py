@@ -210,7 +210,7 @@ class RequestKind(NamedTuple):
         tokens, longest: new tokens of all rows, and of the longest row.
         depth, branches: of the largest tree.
         is_filtered: whether a tree's candidates are cut by top-k, top-p or min-p.
-        is_resident: whether the tokens were in device memory.
+        in_device_memory: whether the tokens were in device memory.
     """
 
     rows: int
@@ -220,12 +220,12 @@ class RequestKind(NamedTuple):
     depth: int
     branches: int
     is_filtered: bool
-    is_resident: bool
+    in_device_memory: bool
 
     @staticmethod
-    def of(rows: Items[DraftRow], *, is_resident: bool) -> RequestKind:
+    def of(rows: Items[DraftRow], *, in_device_memory: bool) -> RequestKind:
         # In device memory each row has room for the most of a step.
-        counts = [] if is_resident else [len(row.new_tokens) for row in rows]
+        counts = [] if in_device_memory else [len(row.new_tokens) for row in rows]
         shapes = [row.shape for row in rows if row.shape.nodes > 1]
         return RequestKind(
             seq_bucket(len(rows)),
@@ -235,7 +235,7 @@ class RequestKind(NamedTuple):
             max((shape.depth for shape in shapes), default=0),
             max((seq_bucket(shape.branches) for shape in shapes), default=0),
             any(_is_filtered(row.sequence.sampling) for row in rows if row.shape.nodes > 1),
-            is_resident,
+            in_device_memory,
         )
 
 

@@ -21,7 +21,7 @@ from foretoken.models.backend import Backend
 from foretoken.models.batch import ForwardBatch, chain_batch, chains_batch
 from foretoken.models.decoder_weights import Progress
 from foretoken.models.device_batch import BatchShape
-from foretoken.models.device_llama import DeviceLlama, ResidentPass
+from foretoken.models.device_llama import DeviceLlama, OverlapPass
 from foretoken.models.device_sizes import PassSizes, choices_file
 from foretoken.models.flashinfer_attention import FlashInferAttention
 from foretoken.models.row_check import rows_are_independent
@@ -136,7 +136,7 @@ class DeviceRunner(TargetModel):
 
     @property
     def generation(self) -> int:
-        """Return a number that grows when the passes' buffers move; see ResidentPass."""
+        """Return a number that grows when the passes' buffers move; see OverlapPass."""
         return self._model.generation
 
     @property
@@ -144,13 +144,13 @@ class DeviceRunner(TargetModel):
         """Return the rows of the largest pass over prompts alone that has a graph."""
         return self._model.most_prompt_rows
 
-    def resident_pass(
+    def overlap_pass(
         self, features: tuple[int, ...], rows: int, seqs: int, max_seq_rows: int, blocks: int
-    ) -> ResidentPass:
-        """Return the buffers of an overlapped pass; see DeviceLlama.resident_pass."""
-        return self._model.resident_pass(features, rows, seqs, max_seq_rows, blocks)
+    ) -> OverlapPass:
+        """Return the buffers of an overlapped pass; see DeviceLlama.overlap_pass."""
+        return self._model.overlap_pass(features, rows, seqs, max_seq_rows, blocks)
 
-    def joined_pass(self, features: tuple[int, ...], shape: BatchShape) -> ResidentPass:
+    def joined_pass(self, features: tuple[int, ...], shape: BatchShape) -> OverlapPass:
         """Return the buffers of an overlapped pass with prompts; see DeviceLlama.joined_pass."""
         return self._model.joined_pass(features, shape)
 

@@ -154,7 +154,7 @@ class DeviceWalker:
         on_device = [each for each in walks if not has_token_masks(each.sequence.sampling)]
         results: dict[int, WalkResult] = {}
         if on_device:
-            self.seat([each.sequence for each in on_device])
+            self.send_rules([each.sequence for each in on_device])
             stage = self._launch(on_device, logits)
             stage.found.record()
             stage.found.wait()
@@ -227,7 +227,7 @@ class DeviceWalker:
         sample_rows(batch, self._state, self._workspace, stage.sampled)
         walk(batch, stage.sampled, self._state, stage.result)
 
-    def seat(self, sequences: Items[SampledSequence]) -> None:
+    def send_rules(self, sequences: Items[SampledSequence]) -> None:
         """Send the rules of sequences that are new in their batch slots to the device."""
         fresh = [s for s in sequences if self._generations[s.slot] != s.generation]
         if not fresh:

@@ -1,4 +1,4 @@
-"""Hold a sequence's batch row (its seat) in overlapped steps (verifier_svc.overlap)."""
+"""Hold a sequence's batch row in overlapped steps (verifier_svc.overlap)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verifier_svc.scheduling.sequence import Sequence
 MAX_IN_FLIGHT = 2
 
 
-class Seat:
+class BatchRow:
     """One sequence's batch row, from the step in which it joins to its end.
 
     Attributes:
@@ -25,7 +25,7 @@ class Seat:
             host may take more.
         number: the drafter's number, which marks drafted tokens in ``WalkResult.sources``.
         is_new: whether no result has been read: the first token ends the prefill.
-        has_stepped: whether a step of this seat has been read. Its first step has only a root.
+        has_stepped: whether a step of this sequence has been read. Its first step has only a root.
         enough_until: tokens of the sequence up to which its blocks suffice for one more step.
         is_masked: whether a grammar or token masks say which tokens may follow.
     """
@@ -44,23 +44,23 @@ class Seat:
         return self.sequence.table is None
 
 
-class SeatResult(NamedTuple):
-    """A step's result for one seat.
+class BatchRowResult(NamedTuple):
+    """A step's result for one sequence.
 
     Attributes:
         num_nodes: nodes of the verified tree, including the root; 0 if the sequence took no part.
         found: the tree that the host gave it for this step; None: the drafter's tree, or a root.
     """
 
-    seat: Seat
+    batch_row: BatchRow
     walk: WalkResult
     num_nodes: int
     found: Draft | None = None
 
 
-class SeatTree(NamedTuple):
-    """The tree that a step verifies for one seat. ``tokens``, ``parents``: int32, as in DraftTree."""
+class BatchRowTree(NamedTuple):
+    """The tree that a step verifies for one sequence. ``tokens``, ``parents``: int32, as in DraftTree."""
 
-    seat: Seat
+    batch_row: BatchRow
     tokens: NDArray[np.int32]
     parents: NDArray[np.int32]

@@ -244,7 +244,7 @@ class ModelRound(DraftRound):
                 rows += drafted
                 asked = {row.slot for row in rows}
                 # Sending what is on the GPU now costs no more than this; later it would be on the host.
-                least = 1 if drafted and attachment.has_resident else SEND_BEHIND
+                least = 1 if drafted and attachment.has_overlap_memory else SEND_BEHIND
                 behind = [
                     s for s in decoding if s.slot not in asked and len(s.tokens) - attachment.sent.length(s) >= least
                 ]

@@ -7,7 +7,7 @@ from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.batch_limit import BatchLimit
 from verifier_svc.speculation.next_trees import NextTrees
-from verifier_svc.speculation.overlap_drafting import ResidentDrafting
+from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 from verifier_svc.speculation.routing import DrafterRouting
 
 
@@ -39,7 +39,7 @@ class Fallbacks:
         return FallbackReason.DRAFTS_DO_NOT_PAY
 
     def of_overlapped(
-        self, sequence: Sequence, *, drafting: ResidentDrafting, shape: Shape, is_first: bool = False
+        self, sequence: Sequence, *, drafting: OverlapDrafting, shape: Shape, is_first: bool = False
     ) -> FallbackReason:
         """Return the reason in an overlapped step.
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
-from verifier_svc.scheduling.batch_row import Seat
+from verifier_svc.scheduling.batch_row import BatchRow
 from verifier_svc.scheduling.draft import Draft, merge
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.costs import DraftCosts, StepBase
 from verifier_svc.speculation.draft_round import SEND_BEHIND, LookupRound
 from verifier_svc.speculation.gap_times import StepGaps
 from verifier_svc.speculation.model_yield import ModelYield
-from verifier_svc.speculation.overlap_drafting import ResidentDrafting
+from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 from verifier_svc.speculation.plan import DraftPlan
 
 # Steps after which look-ups are tried although they do not promise what a late launch costs: at first, and at most
@@ -52,7 +52,7 @@ class Lookups:
         costs: DraftCosts,
         gaps: StepGaps,
         model_yield: ModelYield,
-        drafting: ResidentDrafting,
+        drafting: OverlapDrafting,
         found: Mapping[Sequence, Draft],
         *,
         max_depth: int,
@@ -82,20 +82,21 @@ class Lookups:
         most = sequence.speculation.max_draft_tokens
         return self._round.max_nodes if most is None else min(self._round.max_nodes, 1 + most)
 
-    def prepare(self, seated: Items[Sequence], joining: Items[Sequence], *, has_prompts: bool) -> None:
+    def prepare(self, joined: Items[Sequence], joining: Items[Sequence], *, has_prompts: bool) -> None:
         """Do what needs no tokens of the step in flight: send prompts, scout, and plan the look-ups of the next step.
 
         Args:
-            seated: the sequences with seats.
+            joined: the sequences that have a batch row.
             joining: those that wait for one.
             has_prompts: whether the next step computes prompts.
         """
         if not self._is_on:
             return
         self._round.read_scouts()
-        self._batch, self._has_prompts = max(len(seated), 1), has_prompts
-        # The first step of a sequence with a seat is in flight, so it decodes once that is read.
-        decoding = [*seated, *(s for s in joining if s.is_decoding)]
+        self._batch, self._has_prompts = max(len(joined), 1), has_prompts
+        # The first step of a sequence with a batch row is in flight, so it decodes once that is
+        # read.
+        decoding = [*joined, *(s for s in joining if s.is_decoding)]
         asking = [sequence for sequence in decoding if self._round.asks(sequence)]
         plans = self._round.plan([s for s in asking if not self._round.gate(s).pauses()], self._batch)
         self._plans = [plan for plan in plans if plan.awaited]
@@ -141,8 +142,9 @@ class Lookups:
         expected = self._drafting.expected_tokens(sequence)
         return self._model_yield.tokens(expected, 1 + self._drafting.shape_of(sequence).depth)
 
-    def find(self, seats: Items[Seat | None], *, is_drafted: bool) -> dict[int, Draft]:
-        """Look up what was planned, once all steps are read. Return the trees that the next step verifies, by seat.
+    def find(self, batch_rows: Items[BatchRow | None], *, is_drafted: bool) -> dict[int, Draft]:
+        """Look up what was planned, once all steps are read. Return the next step's trees, by batch
+        row.
 
         ``is_drafted``: whether the model's trees come, too.
         """
@@ -154,15 +156,15 @@ class Lookups:
         found = self._round.run(plans, max_depth=self._max_depth)
         trees = {plan.sequence: merge(found[plan.key]).best(1 + plan.most) for plan in plans if plan.key in found}
         drafts: dict[int, Draft] = {}
-        for index, seat in enumerate(seats):
-            if seat is None:
+        for index, batch_row in enumerate(batch_rows):
+            if batch_row is None:
                 continue
-            draft = trees.get(seat.sequence) or self._waiting.pop(seat.sequence, None)
+            draft = trees.get(batch_row.sequence) or self._waiting.pop(batch_row.sequence, None)
             if draft is not None:
-                draft = draft.to_depth(self._max_depth).best(seat.sequence.max_new_tokens)
+                draft = draft.to_depth(self._max_depth).best(batch_row.sequence.max_new_tokens)
                 if draft.tree.num_nodes > 1:
                     drafts[index] = draft
-        return self._chosen(drafts, seats, is_drafted=is_drafted) if drafts else {}
+        return self._chosen(drafts, batch_rows, is_drafted=is_drafted) if drafts else {}
 
     def observe_gap(self, seconds: float) -> None:
         """Learn how long after the end of the last step the next one was launched."""
@@ -175,21 +177,25 @@ class Lookups:
             for sequence in decoding:
                 self._round.gate(sequence).pass_steps(num_steps)
 
-    def _chosen(self, drafts: dict[int, Draft], seats: Items[Seat | None], *, is_drafted: bool) -> dict[int, Draft]:
+    def _chosen(
+        self, drafts: dict[int, Draft], batch_rows: Items[BatchRow | None], *, is_drafted: bool
+    ) -> dict[int, Draft]:
         """Return the drafts that promise more than the model's, with the nodes that are worth their rows."""
         drafting = self._drafting
-        taken = [(index, seat) for index, seat in enumerate(seats) if seat is not None]
-        tokens = {index: drafting.expected_tokens(seat.sequence) for index, seat in taken}
+        taken = [(index, batch_row) for index, batch_row in enumerate(batch_rows) if batch_row is not None]
+        tokens = {index: drafting.expected_tokens(batch_row.sequence) for index, batch_row in taken}
         if is_drafted:
-            drafts = {index: draft for index, draft in drafts.items() if not self._passes_over(draft, seats[index])}
+            drafts = {
+                index: draft for index, draft in drafts.items() if not self._passes_over(draft, batch_rows[index])
+            }
         # Nodes that each draft has in any case: those that the step has rows for, and all of a fixed shape.
-        free, num_rows = [], sum(seat.width for _, seat in taken)
+        free, num_rows = [], sum(batch_row.width for _, batch_row in taken)
         for index, draft in drafts.items():
-            seat = seats[index]
-            assert seat is not None
-            is_fixed = self._round.bounds(seat.sequence).is_fixed
-            free.append(max(seat.width, draft.tree.num_nodes) if is_fixed else seat.width)
-            num_rows += free[-1] - seat.width
+            batch_row = batch_rows[index]
+            assert batch_row is not None
+            is_fixed = self._round.bounds(batch_row.sequence).is_fixed
+            free.append(max(batch_row.width, draft.tree.num_nodes) if is_fixed else batch_row.width)
+            num_rows += free[-1] - batch_row.width
             tokens[index] = sum(sorted(draft.path_chances(), reverse=True)[: free[-1]])
         if not drafts or all(count >= draft.tree.num_nodes for count, draft in zip(free, drafts.values(), strict=True)):
             return drafts
@@ -198,16 +204,17 @@ class Lookups:
         best = {index: draft.best(count) for (index, draft), count in zip(drafts.items(), counts, strict=True)}
         return {index: draft for index, draft in best.items() if draft.tree.num_nodes > 1}
 
-    def _passes_over(self, draft: Draft, seat: Seat | None) -> bool:
-        """Decide whether a seat verifies the model's tree although a look-up has found one; note it if so.
+    def _passes_over(self, draft: Draft, batch_row: BatchRow | None) -> bool:
+        """Decide whether a sequence verifies the model's tree although a look-up has found one;
+        note it if so.
 
         It does where the model is known to do better on such text, or to learn whether it does.
         """
-        assert seat is not None
-        sequence, expected = seat.sequence, self._drafting.expected_tokens(seat.sequence)
+        assert batch_row is not None
+        sequence, expected = batch_row.sequence, self._drafting.expected_tokens(batch_row.sequence)
         promised = sum(draft.path_chances())
         # There is no other tree in the first step, and the model yields no more than its deepest path.
-        if not seat.has_stepped or promised > 1 + self._drafting.shape_of(sequence).depth:
+        if not batch_row.has_stepped or promised > 1 + self._drafting.shape_of(sequence).depth:
             return False
         promises_more = promised > expected
         # A fixed shape leaves no choice.

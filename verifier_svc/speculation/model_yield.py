@@ -30,7 +30,7 @@ class ModelYield:
     def is_compared(self) -> bool:
         """Return whether the next row for which something was found verifies the model's tree; then count it.
 
-        By chance, because rows come in the order of their seats.
+        By chance, because sequences come in the order of their batch rows.
         """
         every = FIRST_EVERY if self._num_compared < FIRST_ROWS else LATER_EVERY
         is_compared = self._random.random() * every < 1

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from foretoken.drafting import RAGGED_COLUMNS, ROW_DTYPE, DeviceStep, DraftRequest
-from foretoken.overlap_memory import ResidentMemory, StreamOrder
+from foretoken.overlap_memory import OverlapMemory, StreamOrder
 from verifier_svc.drafters.attachment import Attachment
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import NO_DRAFT, DraftRow, Shape, record_of, request_of
-from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT, Seat
+from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT, BatchRow
 from verifier_svc.scheduling.draft import DrafterShare
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.controllers import DrafterController
@@ -21,7 +21,7 @@ from verifier_svc.speculation.costs import DraftCosts
 _BLOCKS = list(RAGGED_COLUMNS).index("block_ids")
 _NO_TOKENS = np.zeros(0, np.int32)
 _NO_HIDDEN = np.zeros((0, 0), np.float32)
-# An empty seat: no slot, no tokens, nothing asked.
+# An empty batch row: no slot, no tokens, nothing asked.
 _EMPTY = np.zeros(1, ROW_DTYPE)
 _EMPTY["slots"], _EMPTY["max_nodes"], _EMPTY["max_depths"], _EMPTY["max_branches"] = -1, *NO_DRAFT[:3]
 
@@ -34,7 +34,7 @@ class _Walks:
     num_rows: int = 0
 
 
-class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, and got of it
+class OverlapDrafting:  # large: what a run asks of its drafter, has sent it, and got of it
     """The drafting of one run of overlapped steps. Only the engine thread uses it.
 
     Args:
@@ -66,15 +66,15 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         self._drafted: dict[Sequence, Shape | None] = {}
         # These shapes. None: not known.
         self._own_shapes: set[Shape | None] | None = None
-        # The seats, their records and shape in the last request; blocks that it has named.
-        self._seats: tuple[Seat | None, ...] | None = None
+        # The batch rows of the last request, their records and shape; blocks that it has named.
+        self._batch_rows: tuple[BatchRow | None, ...] | None = None
         self._records = np.zeros(0, ROW_DTYPE)
         self._num_blocks: list[int] = []
         self._asked_shape = NO_DRAFT
         # The prompts of the next request, and the tokens for which it has room reserved.
         self._prompts: list[DraftRow] = []
         self._num_new: list[int] = []
-        # Whether every seat of the last request is drafted for. None: not known.
+        # Whether every sequence of the last request is drafted for. None: not known.
         self._is_for_all: bool | None = None
         # Tokens of each sequence before the last step that was read.
         self._lengths: dict[Sequence, int] = {}
@@ -82,14 +82,14 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         self._walks: dict[tuple[int, int], _Walks] = {}
 
     @property
-    def memory(self) -> ResidentMemory | None:
+    def memory(self) -> OverlapMemory | None:
         """Return the memory that the drafter drafts in. None: no drafter takes part."""
-        return self.attachment.transport.resident if self.attachment is not None else None
+        return self.attachment.transport.overlap_memory if self.attachment is not None else None
 
     @property
     def number(self) -> int:
         """Return the number of the last step whose results were in that memory."""
-        return self.attachment.resident_number if self.attachment is not None else 0
+        return self.attachment.device_step_number if self.attachment is not None else 0
 
     @property
     def drafter_number(self) -> int:
@@ -134,10 +134,11 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
 
     @property
     def is_for_all(self) -> bool:
-        """Return whether every seat of the last request is drafted for."""
+        """Return whether every sequence of the last request is drafted for."""
         if self._is_for_all is None:
-            self._is_for_all = self._seats is not None and all(
-                seat is None or seat.is_left or self.is_for(seat.sequence) for seat in self._seats
+            self._is_for_all = self._batch_rows is not None and all(
+                batch_row is None or batch_row.is_left or self.is_for(batch_row.sequence)
+                for batch_row in self._batch_rows
             )
         return self._is_for_all
 
@@ -185,7 +186,8 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
     # What the drafter is sent.
 
     def add(self, sequence: Sequence, shape: Shape | None = None) -> None:
-        """Draft for a running sequence, from when it is seated. It was sent all its tokens then.
+        """Draft for a running sequence, from when it joins. The drafter was sent all its tokens by
+        then.
 
         ``shape``: what its request asks for; None: it leaves that to the server.
         """
@@ -257,8 +259,10 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         attachment.sent.mark(*key, length)
         return has_hidden
 
-    def post(self, number: int, seats: tuple[Seat | None, ...], prompt_start: int, *, is_last: bool = False) -> None:
-        """Request the trees that follow step ``number``, which was launched with these seats.
+    def post(
+        self, number: int, batch_rows: tuple[BatchRow | None, ...], prompt_start: int, *, is_last: bool = False
+    ) -> None:
+        """Request the trees that follow step ``number``, which was launched with these batch rows.
 
         Does nothing if the drafter has detached, because the run is about to end, or has attached
         again, because it then does not know the run.
@@ -271,38 +275,38 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         if self.attachment is None or not self.is_current:
             self._prompts, self._num_new = [], []
             return
-        begins = self._begins(seats)
+        begins = self._begins(batch_rows)
         if begins:
-            self._name(seats, is_read=is_last)
+            self._name(batch_rows, is_read=is_last)
         step = DeviceStep(number, begins, is_last, len(self._records), prompt_start)
-        self.attachment.post_resident(self._request(), step)
+        self.attachment.post_device_step(self._request(), step)
         self._prompts, self._num_new = [], []
 
-    def _begins(self, seats: tuple[Seat | None, ...]) -> bool:
-        """Return whether the drafter must be told the seats anew: not for those that were left."""
-        known = self._seats
+    def _begins(self, batch_rows: tuple[BatchRow | None, ...]) -> bool:
+        """Return whether the request must name all sequences anew: not only because some have ended."""
+        known = self._batch_rows
         if known is None or self._prompts or self.shape != self._asked_shape:
             return True
-        # Empty seats after the last one that was named are no news.
-        if any(seat is not None and not seat.is_left for seat in seats[len(known) :]):
+        # Empty batch rows after the last named one change nothing.
+        if any(batch_row is not None and not batch_row.is_left for batch_row in batch_rows[len(known) :]):
             return True
-        same = seats[: len(known)]
+        same = batch_rows[: len(known)]
         return same != known and any(
-            seat is not None and seat is not old for seat, old in zip(same, known, strict=False)
+            batch_row is not None and batch_row is not old for batch_row, old in zip(same, known, strict=False)
         )
 
-    def _name(self, seats: tuple[Seat | None, ...], *, is_read: bool) -> None:
-        """Name the seats of a step. ``is_read``: whether the host has read the step's tokens."""
-        taken = [index for index, seat in enumerate(seats) if seat is not None and not seat.is_left]
-        seats = seats[: max(taken, default=-1) + 1]
-        self._seats, self._asked_shape, self._is_for_all = seats, self.shape, None
-        self._records = np.repeat(_EMPTY, len(seats))
-        self._num_blocks = [0] * len(seats)
+    def _name(self, batch_rows: tuple[BatchRow | None, ...], *, is_read: bool) -> None:
+        """Name the sequences of a step. ``is_read``: whether the host has read the step's tokens."""
+        taken = [index for index, batch_row in enumerate(batch_rows) if batch_row is not None and not batch_row.is_left]
+        batch_rows = batch_rows[: max(taken, default=-1) + 1]
+        self._batch_rows, self._asked_shape, self._is_for_all = batch_rows, self.shape, None
+        self._records = np.repeat(_EMPTY, len(batch_rows))
+        self._num_blocks = [0] * len(batch_rows)
         assert self.attachment is not None
         for index in taken:
-            seat = seats[index]
-            assert seat is not None
-            sequence = seat.sequence
+            batch_row = batch_rows[index]
+            assert batch_row is not None
+            sequence = batch_row.sequence
             length = self.attachment.sent.length(sequence) if self.is_for(sequence) else len(sequence.tokens)
             if is_read:
                 # The request itself tells of those tokens.
@@ -313,22 +317,22 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
             self._records[index] = record_of(row)
 
     def _request(self) -> DraftRequest:
-        """Return the request of the named seats and of the prompts, without epoch and step."""
-        assert self._seats is not None
+        """Return the request of the named sequences and of the prompts, without epoch and step."""
+        assert self._batch_rows is not None
         num_blocks, block_size, in_flight = self._num_blocks, self._block_size, self._most_in_flight
         blocks: list[int] = []
         ends = [0]
-        for index, seat in enumerate(self._seats):
-            if seat is not None and len(seat.sequence.tokens) + in_flight > num_blocks[index] * block_size:
-                count = self._count_blocks(seat.sequence)
+        for index, batch_row in enumerate(self._batch_rows):
+            if batch_row is not None and len(batch_row.sequence.tokens) + in_flight > num_blocks[index] * block_size:
+                count = self._count_blocks(batch_row.sequence)
                 if count > num_blocks[index]:
-                    blocks += seat.sequence.block_ids[num_blocks[index] : count]
+                    blocks += batch_row.sequence.block_ids[num_blocks[index] : count]
                     num_blocks[index] = count
             ends.append(len(blocks))
         starts = np.zeros((len(RAGGED_COLUMNS), len(ends)), np.int32)
         starts[_BLOCKS] = ends
         ids = np.array(blocks, np.int32)
-        seats = DraftRequest(
+        batch_rows = DraftRequest(
             0,
             0,
             self._records,
@@ -339,12 +343,12 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
             _NO_TOKENS,
         )
         if not self._prompts:
-            return seats
+            return batch_rows
         prompts = request_of(0, 0, self._prompts)
         prompt_ends = starts[:, -1:] + prompts.starts[:, 1:]
         return replace(
             prompts,
-            rows=np.concatenate([seats.rows, prompts.rows]),
+            rows=np.concatenate([batch_rows.rows, prompts.rows]),
             starts=np.concatenate([starts, prompt_ends], axis=1),
             block_ids=np.concatenate([ids, prompts.block_ids]),
         )
@@ -361,20 +365,20 @@ class ResidentDrafting:  # large: what a run asks of its drafter, has sent it, a
         most = min(len(sequence.tokens) + self._most_in_flight, sequence.max_len)
         return min(-(-most // self._block_size), len(sequence.block_ids))
 
-    def end(self, number: int, seats: tuple[Seat | None, ...], prompt_start: int) -> None:
-        """End the run after step ``number``, which was read and had these seats.
+    def end(self, number: int, batch_rows: tuple[BatchRow | None, ...], prompt_start: int) -> None:
+        """End the run after step ``number``, which was read and had these batch rows.
 
         The drafter learns what that step committed and the last prompts, if sequences go on.
         """
         if self.attachment is None or not self.is_current:
             return
-        goes_on = self._prompts or any(seat is not None and not seat.is_left for seat in seats)
-        if goes_on and number > self.attachment.resident_number:
-            self.post(number, seats, prompt_start, is_last=True)
+        goes_on = self._prompts or any(batch_row is not None and not batch_row.is_left for batch_row in batch_rows)
+        if goes_on and number > self.attachment.device_step_number:
+            self.post(number, batch_rows, prompt_start, is_last=True)
         for row in reversed(self._prompts):
             # No step was launched that a request could have told of.
             self.attachment.sent.mark(row.slot, row.generation, row.length - len(row.new_tokens))
-        self.attachment.resident_number = number
+        self.attachment.device_step_number = number
 
     # What came of it.
 

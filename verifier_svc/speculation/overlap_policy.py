@@ -13,7 +13,7 @@ from verifier_svc.speculation.batch_limit import BatchLimit
 from verifier_svc.speculation.capture import Capture
 from verifier_svc.speculation.controllers import DrafterControllers
 from verifier_svc.speculation.next_trees import NextTrees
-from verifier_svc.speculation.overlap_drafting import ResidentDrafting
+from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 from verifier_svc.speculation.routing import DrafterRouting
 from verifier_svc.speculation.row_state import RowStates
 
@@ -49,7 +49,7 @@ class OverlapPolicy:
         self._trees, self._limit = trees, limit
         self.controllers = controllers
 
-    def drafting(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> ResidentDrafting | OverlapBlock:
+    def drafting(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> OverlapDrafting | OverlapBlock:
         """Return who drafts while steps overlap: one model on the target's GPU, or nobody; else what prevents it.
 
         Look-up drafters are asked beside it (Lookups).
@@ -60,11 +60,11 @@ class OverlapPolicy:
         if any(map(needs_host, sequences)):
             return OverlapBlock.HOST_WORK
         if self._limit.is_exceeded(len(sequences)):
-            return ResidentDrafting(is_above_limit=True)
+            return OverlapDrafting(is_above_limit=True)
         wanted = [(sequence, self._models_of(sequence)) for sequence in sequences]
         drafters = {drafter.number: drafter for _, found in wanted for drafter in found}
         if not drafters:
-            return ResidentDrafting()
+            return OverlapDrafting()
         if len(drafters) > 1:
             return OverlapBlock.SEVERAL_DRAFTERS
         (drafter,) = drafters.values()
@@ -79,18 +79,18 @@ class OverlapPolicy:
             return OverlapBlock.UNDRAFTED_ROW
         controller = self.controllers.of(drafter)
         if controller.rests and self._common_shape(sequences) is None:
-            return ResidentDrafting(controller=controller)
-        drafting = ResidentDrafting(drafter, attachment, controller=controller, captured=self._capture.layers)
+            return OverlapDrafting(controller=controller)
+        drafting = OverlapDrafting(drafter, attachment, controller=controller, captured=self._capture.layers)
         for sequence in running:
             self.start(sequence, drafting)
         return drafting
 
-    def start(self, sequence: Sequence, drafting: ResidentDrafting) -> None:
+    def start(self, sequence: Sequence, drafting: OverlapDrafting) -> None:
         """Draft for a running sequence of a run if its request wants that."""
         if drafting.attachment is not None and self._models_of(sequence):
             drafting.add(sequence, self._own_shape(sequence))
 
-    def joins(self, sequence: Sequence, drafting: ResidentDrafting) -> bool:
+    def joins(self, sequence: Sequence, drafting: OverlapDrafting) -> bool:
         """Return whether a sequence that waits may join a run; if not, the run has to end for it."""
         if needs_host(sequence):
             return False
@@ -100,7 +100,7 @@ class OverlapPolicy:
         number = drafting.controller.number if drafting.controller is not None else 0
         return not found or [drafter.number for drafter in found] == [number]
 
-    def choose(self, drafting: ResidentDrafting, num_sequences: int) -> bool:
+    def choose(self, drafting: OverlapDrafting, num_sequences: int) -> bool:
         """Choose the shape of a run's next trees; return whether the run can go on with it.
 
         It is the requests' own shape if all that are drafted for ask for the same.
@@ -118,7 +118,7 @@ class OverlapPolicy:
         """Return what keeps the one drafter of a batch from drafting ahead, or None."""
         if attachment.needs.features != self._capture.layers:
             return OverlapBlock.OTHER_HIDDEN_STATES
-        if not attachment.has_resident:
+        if not attachment.has_overlap_memory:
             return OverlapBlock.NO_DEVICE_MEMORY
         if attachment.is_catching_up():
             return OverlapBlock.CATCHING_UP
@@ -150,7 +150,7 @@ class OverlapPolicy:
                 common = shape
         return common
 
-    def still_drafts(self, drafting: ResidentDrafting, running: Seq[Sequence], waiting: Seq[Sequence]) -> bool:
+    def still_drafts(self, drafting: OverlapDrafting, running: Seq[Sequence], waiting: Seq[Sequence]) -> bool:
         """Return whether a run would begin again with the same drafter, or again with none.
 
         ``waiting``: the sequences that could start, as for ``drafting``.

@@ -28,7 +28,7 @@ from verifier_svc.speculation.gap_times import StepGaps
 from verifier_svc.speculation.lookups import Lookups
 from verifier_svc.speculation.model_yield import ModelYield
 from verifier_svc.speculation.next_trees import NextTrees
-from verifier_svc.speculation.overlap_drafting import ResidentDrafting
+from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 from verifier_svc.speculation.overlap_policy import OverlapPolicy
 from verifier_svc.speculation.plan import DraftPlan
 from verifier_svc.speculation.routing import AUTO, DrafterRouting
@@ -192,7 +192,7 @@ class Speculator:
         self.costs.end_waits(self.drafters)
         self.trees.choose(found, self._batch)
 
-    def begin_overlap(self, drafting: ResidentDrafting, running: Seq[Sequence], max_depth: int) -> Lookups:
+    def begin_overlap(self, drafting: OverlapDrafting, running: Seq[Sequence], max_depth: int) -> Lookups:
         """Begin a run of overlapped steps. Return its look-ups, with the trees of the next step.
 
         Args:
@@ -219,7 +219,7 @@ class Speculator:
 
     def _pays(self, drafter: DrafterHandle) -> bool:
         attachment = drafter.attachment
-        if attachment is not None and attachment.has_resident:
+        if attachment is not None and attachment.has_overlap_memory:
             # In overlapped steps the controller decides, for the whole batch.
             return True
         return self.model_round.pays(drafter, self._batch)

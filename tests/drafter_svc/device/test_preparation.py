@@ -14,10 +14,10 @@ from drafter_svc.device import resident_draft
 from drafter_svc.device.levels import TreeShape
 from foretoken.drafting import TreeLimits
 from tests.drafter_svc.device.test_resident_draft import check_run, make, on
-from tests.support.overlap_play import NUM_BLOCKS, SEATS, Play, Text
+from tests.support.overlap_play import BATCH_ROWS, NUM_BLOCKS, Play, Text
 
 TREES = TreeLimits(1, 1), TreeLimits(2, 2)
-# Numbers of seats; with and without a filter; table widths.
+# Numbers of batch rows; with and without a filter; table widths.
 NUM_GRAPHS = len(TREES) * 3 * 2 * 2
 TWO = {"max_depth": 2, "max_branches": 2}
 
@@ -49,7 +49,7 @@ def play(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Play:
 
 
 def captured(play: Play) -> list[TreeShape]:
-    graphs = play.resident._graphs
+    graphs = play.overlapped._graphs
     assert isinstance(graphs, Graphs)
     return graphs.captured
 
@@ -61,7 +61,7 @@ def test_all_is_captured_one_by_one_and_only_once(play: Play) -> None:
     known = captured(play)[:]
     assert len(known) == 1
     play.order.calls.clear()
-    cache = play.resident._levels.model._passes._cache.data  # type: ignore[attr-defined]
+    cache = play.overlapped._levels.model._passes._cache.data  # type: ignore[attr-defined]
     memory = play.memory
     written = memory.stamp, memory.results, memory.hidden, memory.prompt_hidden, cache[:, :, :NUM_BLOCKS]
     before = [part.view(torch.uint8).clone() for part in written]
@@ -73,7 +73,7 @@ def test_all_is_captured_one_by_one_and_only_once(play: Play) -> None:
     shapes = captured(play)
     assert len(set(shapes)) == len(shapes) == NUM_GRAPHS
     assert {(shape.depth, shape.branches) for shape in shapes} == set(TREES)
-    assert {shape.trees for shape in shapes} == {1, 2, SEATS}
+    assert {shape.trees for shape in shapes} == {1, 2, BATCH_ROWS}
     assert {shape.filtered for shape in shapes} == {False, True}
     assert len({shape.blocks for shape in shapes}) == 2
     # Only scratch, and trees of no step, were written; no stream waited.

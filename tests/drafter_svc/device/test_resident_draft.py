@@ -17,13 +17,13 @@ from drafter_svc.model.head import HeadDrafter
 from drafter_svc.model.placement import ON_CPU, ModelPlacement
 from drafter_svc.model.standalone import StandaloneDrafter
 from drafter_svc.trees import passes as draft_passes
-from foretoken.drafter import DraftsResident
+from foretoken.drafter import DraftsOverlapped
 from foretoken.drafting import TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.kv_cache import KVCache
 from foretoken.models.backend import Backend
 from foretoken.models.device_journal import DeviceJournal
-from foretoken.overlap_memory import ResidentLayout, ResidentMemory
+from foretoken.overlap_memory import OverlapLayout, OverlapMemory
 from tests.references.head_files import (
     HIDDEN,
     NUM_LAYERS,
@@ -34,7 +34,7 @@ from tests.references.head_files import (
     random_target,
     write_folder,
 )
-from tests.support.overlap_play import NODES, NUM_BLOCKS, SEATS, TOKENS, Play, Text, Tree, assert_same, trees_of
+from tests.support.overlap_play import BATCH_ROWS, NODES, NUM_BLOCKS, TOKENS, Play, Text, Tree, assert_same, trees_of
 from tests.support.paged_draft import Row, request_of, target_info
 from tests.support.tiny_checkpoint import save_llama
 
@@ -45,7 +45,7 @@ TEMPERATURE = {"temperature": 0.8, "top_k": 40, "top_p": 0.95}
 def make(kind: str, folder: Path, placement: ModelPlacement) -> tuple[HeadDrafter | StandaloneDrafter, TargetInfo, int]:
     """Return a drafter, its target, and the width of its hidden states."""
     target = folder / "target"
-    sizes: dict[str, Any] = {"max_slots": SEATS + 2, "max_nodes": NODES, "num_blocks": NUM_BLOCKS}
+    sizes: dict[str, Any] = {"max_slots": BATCH_ROWS + 2, "max_nodes": NODES, "num_blocks": NUM_BLOCKS}
     sizes |= {"checkpoint": str(target), "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": NUM_LAYERS}
     if kind == "STANDALONE":
         save_llama(target, vocab_size=64)
@@ -169,7 +169,7 @@ def test_three_texts_and_four_have_one_graph(play: Play) -> None:
         check_run(play, texts[:count])
     passes = play.drafter._passes
     assert passes is not None
-    growth, resident = passes._growth, passes._resident
+    growth, resident = passes._growth, passes._overlapped
     for stages in (growth._stages, resident._stages):  # type: ignore[attr-defined, union-attr]
         assert 4 in {shape.trees for shape in stages} and 3 not in {shape.trees for shape in stages}
 
@@ -367,9 +367,9 @@ def test_a_release_within_a_run(head: Play) -> None:
     request = head.request(2, begins=False, is_last=True)
     reply = head.drafter.draft(request)
     assert reply.parents.tolist() == [-1, -1]
-    assert request.resident is not None
-    assert head.order.calls[1:] == [("signal", request.resident.number)]
-    assert int(head.memory.draft_stamp) == request.resident.number - 1
+    assert request.device_step is not None
+    assert head.order.calls[1:] == [("signal", request.device_step.number)]
+    assert int(head.memory.draft_stamp) == request.device_step.number - 1
 
 
 @pytest.mark.slow
@@ -424,33 +424,33 @@ def test_a_step_with_too_few_blocks_releases_the_text(head: Play) -> None:
 
 
 def test_memory_that_does_not_fit_is_refused(head: Play, device: str) -> None:
-    def memory(seats: int = 2, tokens: int = 2, width: int = head.width) -> ResidentMemory:
-        layout = ResidentLayout(seats, tokens, NODES, width, torch.bfloat16)
-        return ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
+    def memory(batch_rows: int = 2, tokens: int = 2, width: int = head.width) -> OverlapMemory:
+        layout = OverlapLayout(batch_rows, tokens, NODES, width, torch.bfloat16)
+        return OverlapMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
 
-    assert isinstance(head.drafter, DraftsResident)
-    for fields in ({"seats": 99}, {"tokens": 9999}):
+    assert isinstance(head.drafter, DraftsOverlapped)
+    for fields in ({"batch_rows": 99}, {"tokens": 9999}):
         with pytest.raises(PreconditionError, match="is more than the drafter's"):
-            head.drafter.set_resident(memory(**fields), head.order)
+            head.drafter.set_overlap_memory(memory(**fields), head.order)
     with pytest.raises(PreconditionError, match="hidden states of 7 values"):
-        head.drafter.set_resident(memory(width=7), head.order)
+        head.drafter.set_overlap_memory(memory(width=7), head.order)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "MTP2"])
 def test_needs_say_where(kind: str, tmp_path: Path) -> None:
     drafter, target, _ = make(kind, tmp_path, on("cpu"))
     needs = drafter.needs(target)
-    assert (needs.device, needs.resident) == ("cpu", kind != "MTP2")
+    assert (needs.device, needs.overlaps) == ("cpu", kind != "MTP2")
 
 
 def test_a_drafter_on_the_cpu_refuses(tmp_path: Path) -> None:
     drafter, target, width = make("EAGLE", tmp_path, ON_CPU)
     assert drafter.needs(target).device == ""
     drafter.attach(target, None)
-    layout = ResidentLayout(2, TOKENS, NODES, width, torch.float32)
-    memory = ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)
+    layout = OverlapLayout(2, TOKENS, NODES, width, torch.float32)
+    memory = OverlapMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)
     with pytest.raises(PreconditionError, match="on the CPU"):
-        drafter.set_resident(memory, resident_draft.StreamOrder())
+        drafter.set_overlap_memory(memory, resident_draft.StreamOrder())
 
 
 @pytest.mark.slow

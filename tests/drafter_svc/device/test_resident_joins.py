@@ -12,7 +12,7 @@ from drafter_svc.device import resident_draft
 from tests.drafter_svc.device.test_resident_draft import KINDS, make, on
 from tests.support.overlap_play import Play, Text, Tree, assert_same
 
-# The tree of an empty seat.
+# The tree of an empty batch row.
 EMPTY: Tree = ([0], [-1], [0.0])
 
 
@@ -67,7 +67,7 @@ def start(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_joins_in_a_run(kind: str, plays: Callable[[str], Play]) -> None:
-    """Its prompt is learnt before its seat is looked at; the host does not know all of the other."""
+    """The drafter learns its prompt before its batch row; the host does not know all of the other."""
     play = plays(kind)
     first, second = Text(5, (1, 3, 2, 1), 11), Text(11, (1, 2, 3), 12)
     of_first, of_second = start(play, [first, second])
@@ -80,8 +80,8 @@ def test_a_text_joins_in_a_run(kind: str, plays: Callable[[str], Play]) -> None:
 
 
 @pytest.mark.slow
-def test_seats_are_left_and_taken(play: Play) -> None:
-    """A text ends, and its seat and batch slot go to another, whose prompt comes in two chunks."""
+def test_batch_rows_are_left_and_taken(play: Play) -> None:
+    """A text ends, and its batch row and batch slot go to another, whose prompt comes in two chunks."""
     texts = [Text(5, (1, 2), 21, left=(9, 0)), Text(7, (1, 2, 1, 3, 1), 22), Text(13, (1, 2, 3), 23)]
     of_ended, of_other, of_heir = start(play, texts, slots=[0, 1, 0])
     assert_same(play.loop([0, 1], prompts=[(0, 0, 5), (1, 0, 7)]), [of_ended[0], of_other[0]])
@@ -98,10 +98,10 @@ def test_seats_are_left_and_taken(play: Play) -> None:
 @pytest.mark.slow
 def test_prompts_without_a_step(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is drafted, and prompts take more passes than may wait for the device."""
-    resident = play.resident
+    overlapped = play.overlapped
     first, second = Text(13, (1, 3), 31), Text(9, (1, 2), 32)
     of_first, of_second = start(play, [first, second])
-    monkeypatch.setattr(resident._prompt_rows, "_pass_rows", 3)
+    monkeypatch.setattr(overlapped._prompt_rows, "_pass_rows", 3)
     monkeypatch.setattr(resident_draft, "_QUEUED_PASSES", 1)
     play.order.calls.clear()
     assert play.loop([], prompts=[(0, 0, 6)]) == []
@@ -130,7 +130,7 @@ def test_a_prompt_is_forgotten_if_its_step_does_not_come(play: Play) -> None:
     """The hidden states in the half are then another prompt's, or garbage."""
     texts = [Text(5, (1, 1, 2), 51), Text(9, (1, 2), 52)]
     (of_first,) = start(play, texts, only=0)
-    rows = play.resident._rows
+    rows = play.overlapped._rows
     assert_same(play.loop([0], prompts=[(0, 0, 5)]), of_first[:1])
     play.loop([0], prompts=[(1, 0, 9)], stamp=3)
     assert all(tree[1] == [-1] for tree in play.loop([0, 1]))
@@ -155,7 +155,7 @@ def test_a_release_spares_a_prompt_that_waits_for_its_step(play: Play) -> None:
 
 
 @pytest.mark.slow
-def test_a_released_prompt_ends_a_run_without_seats(play: Play) -> None:
+def test_a_released_prompt_ends_a_run_without_sequences(play: Play) -> None:
     play.begin([Text(6, (1,), 71)], 1)
     play.loop([], prompts=[(0, 0, 6)])
     play.order.calls.clear()
@@ -167,11 +167,11 @@ def test_requests_that_cannot_be_are_refused(play: Play) -> None:
     play.begin([Text(6, (1,), 81)], 1)
     with pytest.raises(ValueError, match="prompt rows"):
         play.loop([], prompts=[(0, 0, 6)], begins=False)
-    states = play.resident._memory.layout.prompt_rows
+    states = play.overlapped._memory.layout.prompt_rows
     request = play.loop_request([0], prompts=[(0, 0, 6)])
     for start_row in (-1, 2 * states + 1):
-        step = request.resident._replace(prompt_start=start_row)
+        step = request.device_step._replace(prompt_start=start_row)
         with pytest.raises(ValueError, match="hidden states"):
-            play.drafter.draft(replace(request, resident=step))
+            play.drafter.draft(replace(request, device_step=step))
     with pytest.raises(ValueError, match="are no step of"):
-        play.drafter.draft(replace(request, resident=request.resident._replace(num_seats=3)))
+        play.drafter.draft(replace(request, device_step=request.device_step._replace(num_batch_rows=3)))

@@ -13,11 +13,11 @@ from foretoken_kernels.gpu.tree_attention import _num_splits, _tile, attention_w
 
 from drafter_svc.device.usual_drafts import PROMPT_WIDTHS, UsualDraft, prompt_sizes, usual_drafts
 from foretoken.drafting import TreeLimits
-from foretoken.overlap_memory import ResidentLayout
+from foretoken.overlap_memory import OverlapLayout
 from foretoken.transports.draft_wire import target_from_proto, target_to_proto
 from tests.support.paged_draft import target_info
 
-LAYOUT = ResidentLayout(seats=6, tokens=4, nodes=8, hidden_width=2, hidden_dtype=torch.bfloat16)
+LAYOUT = OverlapLayout(batch_rows=6, tokens=4, nodes=8, hidden_width=2, hidden_dtype=torch.bfloat16)
 TREES = TreeLimits(1, 1), TreeLimits(3, 1), TreeLimits(3, 2)
 BLOCK_SIZE, HEAD_DIM = 16, 128
 

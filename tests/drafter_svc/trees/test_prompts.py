@@ -16,12 +16,12 @@ START = 20
 
 
 def learn(rows: DraftRows, sent: Sequence[Row], states: Sequence[int], pass_rows: int = 100) -> PromptPasses:
-    """Learn rows that follow one seat, each with so many hidden states."""
-    seat = Row([], 0, [], slot=-1, generation=0)
-    request = request_of([seat, *sent], with_features=False)
+    """Learn rows that follow one batch row, each with so many hidden states."""
+    batch_row = Row([], 0, [], slot=-1, generation=0)
+    request = request_of([batch_row, *sent], with_features=False)
     request.rows["device_hidden"][1:] = states
-    step = DeviceStep(1, begins=True, is_last=False, num_seats=1, prompt_start=START)
-    return PromptRows(rows, target_info(), pass_rows).learn(replace(request, resident=step))
+    step = DeviceStep(1, begins=True, is_last=False, num_batch_rows=1, prompt_start=START)
+    return PromptRows(rows, target_info(), pass_rows).learn(replace(request, device_step=step))
 
 
 def spans(found: PromptPasses) -> list[tuple[int, list[int]]]:

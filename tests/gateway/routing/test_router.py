@@ -112,7 +112,7 @@ def test_a_burst_that_is_no_chance_spreads_at_once_and_a_lull_ends_it() -> None:
     assert route(Router(fleet), prompt(1)) == Decision(home, RoutingReason.AFFINITY)
 
 
-def test_a_prefix_waits_for_no_seat_while_another_verifier_has_one() -> None:
+def test_a_prefix_waits_for_no_verifier_while_another_is_free() -> None:
     """512 streams on two H200s of 256 rows each: the first token took 980 ms where 256 on one took 179."""
     fleet = fleet_of(2, rows=256)
     home = route(Router(fleet), prompt(1)).number

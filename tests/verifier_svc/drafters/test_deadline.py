@@ -67,7 +67,7 @@ def test_load_explains_what_is_not_known_and_what_the_ceiling_cut() -> None:
 class Stub:
     """A drafter whose every draft takes ``cost_s`` of a clock: its source, and its transport."""
 
-    resident = None
+    overlap_memory = None
 
     def __init__(self, *, is_model: bool) -> None:
         self.needs = DrafterNeeds(blocks=is_model)
@@ -101,7 +101,7 @@ class Play:
         self.stub.cost_s = cost_s
         while self.attachment.is_catching_up():
             self.stub.now += 0.01
-        posted: Any = SimpleNamespace(rows=[], depth=5, num_drafted=num_rows, is_resident=False)
+        posted: Any = SimpleNamespace(rows=[], depth=5, num_drafted=num_rows, in_device_memory=False)
         return self.attachment._wait(cast("Posted", posted), 0.0) is not None
 
 

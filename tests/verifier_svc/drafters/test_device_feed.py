@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
-from foretoken.overlap_memory import ResidentLayout, ResidentMemory
+from foretoken.overlap_memory import OverlapLayout, OverlapMemory
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.engine_harness import Request, Result, TestSource
 from tests.support.oracle_drafter import OracleDrafter
@@ -36,7 +36,7 @@ from verifier_svc import overlap
 from verifier_svc.drafters import attachment as attachments
 from verifier_svc.drafters.attachment import AttachmentSettings
 from verifier_svc.drafters.deadline import Deadline
-from verifier_svc.drafters.device_feed import ResidentFeed, as_seats, can_feed
+from verifier_svc.drafters.device_feed import DeviceFeed, as_batch_rows, can_feed
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import DraftRow, Shape
 from verifier_svc.messages import SequenceKey, Submit
@@ -97,7 +97,7 @@ def batch_with(odd: str) -> list[Request]:
 
 
 @pytest.mark.parametrize("odd", list(ODD))
-def test_a_batch_that_cannot_run_ahead_is_sent_by_device_memory(odd: str, by_host: Callable[[], None]) -> None:
+def test_a_batch_that_cannot_overlap_is_sent_by_device_memory(odd: str, by_host: Callable[[], None]) -> None:
     """Trees and hidden states are the host's; final updates go through device memory too."""
     requests = batch_with(odd)
     results, oracle, runs = run(requests)
@@ -161,7 +161,7 @@ def test_changes_between_all_transports(monkeypatch: pytest.MonkeyPatch) -> None
         count = [0]
 
         def sometimes(
-            rows: Sequence[DraftRow], layout: ResidentLayout, may: bool = may_feed, at: list[int] = count
+            rows: Sequence[DraftRow], layout: OverlapLayout, may: bool = may_feed, at: list[int] = count
         ) -> bool:
             at[0] += 1
             return may and at[0] % 3 != 0 and can_feed(rows, layout)
@@ -215,7 +215,7 @@ def test_a_row_whose_gate_is_shut_is_sent_beside_the_others() -> None:
     assert oracle.ways.count("fed") > 5 and oracle.ways.count("host") <= 3
 
 
-def test_a_step_that_says_more_than_a_seat_holds_goes_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_says_more_than_a_batch_row_holds_goes_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [with_grammar(greedy(1, 6, 60, speculation=ORACLE))]
     expected = plain(requests)
     text = [*requests[0].prompt, *expected[0].token_ids]
@@ -229,7 +229,7 @@ def test_a_step_that_says_more_than_a_seat_holds_goes_by_the_host(monkeypatch: p
     monkeypatch.setattr(oracle, "_tree", tree)
     runs = Runs([oracle], num_steps=NODES - 1)
     assert runs.harness.run(requests)[0].token_ids == expected[0].token_ids
-    assert oracle.resident.layout.tokens < NODES and oracle.ways.count("host") > 8
+    assert oracle.overlap_memory.layout.tokens < NODES and oracle.ways.count("host") > 8
 
 
 def test_a_drafter_that_has_not_answered_is_not_written_to(by_host: Callable[[], None]) -> None:
@@ -249,12 +249,12 @@ def test_a_drafter_that_has_not_answered_is_not_written_to(by_host: Callable[[],
     runs.harness.step()
     assert oracle.numbers[-1] == number + 1 and len(oracle.failures) == 1
     oracle.is_idle = False
-    results = oracle.resident.results.clone()
+    results = oracle.overlap_memory.results.clone()
     ways = list(oracle.ways)
     for _ in range(4):
         runs.harness.step()
-    assert oracle.ways == ways and torch.equal(oracle.resident.results, results)
-    assert int(oracle.resident.stamp) == number + 1
+    assert oracle.ways == ways and torch.equal(oracle.overlap_memory.results, results)
+    assert int(oracle.overlap_memory.stamp) == number + 1
     oracle.is_idle, oracle.answer = True, answer  # type: ignore[method-assign]
     while not runs.harness.results[key].is_done:
         runs.harness.step()
@@ -300,13 +300,13 @@ def test_a_drafter_that_dies_in_a_step(when: str) -> None:
     assert oracle.num_attaches == 2 and after[0] == "host" and after.count("fed") > 3
 
 
-SEATS_OF_THREE = ResidentLayout(seats=4, tokens=3, nodes=4, hidden_width=3, hidden_dtype=torch.float32)
+LAYOUT_OF_THREE = OverlapLayout(batch_rows=4, tokens=3, nodes=4, hidden_width=3, hidden_dtype=torch.float32)
 
 
 class SentRows:
     """Rows of sequences of which a drafter has some tokens."""
 
-    def __init__(self, layout: ResidentLayout = SEATS_OF_THREE) -> None:
+    def __init__(self, layout: OverlapLayout = LAYOUT_OF_THREE) -> None:
         self.layout = layout
         width = layout.hidden_width
         self.buffer = torch.arange(20 * width).to(layout.hidden_dtype).view(20, width)
@@ -327,7 +327,7 @@ class SentRows:
 def test_what_a_step_leaves_in_the_memory(device: str) -> None:
     sent = SentRows()
     sent.buffer = sent.buffer.to(device)
-    memory = ResidentMemory.over(
+    memory = OverlapMemory.over(
         torch.full((sent.layout.num_bytes,), 255, dtype=torch.uint8, device=device), sent.layout
     )
     rows = [
@@ -335,7 +335,7 @@ def test_what_a_step_leaves_in_the_memory(device: str) -> None:
         sent.row(0, 8, [3], [2], left=1),
         sent.row(1, 9, [1, 2], [11, 12], generation=7),
     ]
-    feed = ResidentFeed(sent.layout, torch.device(device))
+    feed = DeviceFeed(sent.layout, torch.device(device))
     for number in (1, 2):
         feed.place(rows, memory, number)
         assert memory.stamp.tolist() == [number]
@@ -377,9 +377,9 @@ def test_what_a_memory_cannot_take() -> None:
 @pytest.mark.parametrize(("sent", "blocks", "named"), [(8, [2, 3], [2, 3]), (9, [2, 3], [3]), (11, [2], [])])
 def test_a_request_names_the_blocks_that_are_not_known(sent: int, blocks: list[int], named: list[int]) -> None:
     row = SentRows().row(0, sent + 2, [1, 2], [0, 1], block_ids=blocks)
-    (seat,) = as_seats([row], 4)
-    assert (seat.length, seat.new_tokens, seat.hidden, seat.block_ids) == (sent, [], [], named)
-    assert seat.shape == row.shape
+    (batch_row,) = as_batch_rows([row], 4)
+    assert (batch_row.length, batch_row.new_tokens, batch_row.hidden, batch_row.block_ids) == (sent, [], [], named)
+    assert batch_row.shape == row.shape
 
 
 def test_a_drafters_process_that_stands_still_and_one_that_is_killed(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_a_drafters_process_that_stands_still_and_one_that_is_killed(tmp_path: P
     sent = SentRows(LAYOUT)
     with client_of(address) as client, process_at(address) as process:
         transport = attached(client)
-        memory = transport.resident
+        memory = transport.overlap_memory
         assert memory is not None
         settings = AttachmentSettings(EPOCH, 1000, 4, LONG_S, time.perf_counter)
         handle = DrafterHandle(client, 1, settings)
@@ -403,7 +403,7 @@ def test_a_drafters_process_that_stands_still_and_one_that_is_killed(tmp_path: P
             rows = [sent.row(slot, 9, [7, 5 + slot], [0, place + slot]) for slot in range(3)]
             attachment.post(rows, may_feed=True)
             assert attachment._posted is not None
-            is_fed = attachment._posted.is_resident
+            is_fed = attachment._posted.in_device_memory
             return is_fed, [draft.tree.tokens.tolist() for _, draft in attachment.collect(lambda posted: 0.0)]
 
         def stop() -> None:

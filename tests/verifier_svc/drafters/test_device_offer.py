@@ -15,22 +15,22 @@ import torch
 
 from foretoken.drafting import DeviceStep, DrafterNeeds, TargetInfo
 from foretoken.models.backend import CPU, Backend
-from foretoken.overlap_memory import ResidentLayout, ResidentMemory
+from foretoken.overlap_memory import OverlapLayout, OverlapMemory
 from foretoken.transports.transport import DraftTransport, TransportClosedError
 from tests.support.draft_requests import draft_request
 from tests.support.environment import child_environment
 from tests.support.mirror_drafter import MirrorDrafter
-from tests.support.overlap_drafter import DEVICE, NUM_DRAFTED, NUM_KINDS, ResidentDrafter
+from tests.support.overlap_drafter import DEVICE, NUM_DRAFTED, NUM_KINDS, OverlapDrafter
 from verifier_svc.config import DrafterEndpoint
-from verifier_svc.drafters.device_offer import ResidentOffer
+from verifier_svc.drafters.device_offer import DeviceOffer
 from verifier_svc.drafters.in_process import InProcessClient
 from verifier_svc.drafters.remote import DrafterClient
 from verifier_svc.drafters.request import DEFAULT_STEPS, TreeBounds
 from verifier_svc.drafters.source import TransportName
 
 TARGET = TargetInfo("m", 1000, 1024, max_slots=4, max_nodes=8, hidden_size=2, num_layers=4)
-OFFER = ResidentOffer(torch.device("cpu"), DEVICE, tokens=5, hidden_dtype=torch.bfloat16, prompt_rows=6)
-LAYOUT = ResidentLayout(seats=4, tokens=5, nodes=8, hidden_width=2, hidden_dtype=torch.bfloat16, prompt_rows=6)
+OFFER = DeviceOffer(torch.device("cpu"), DEVICE, tokens=5, hidden_dtype=torch.bfloat16, prompt_rows=6)
+LAYOUT = OverlapLayout(batch_rows=4, tokens=5, nodes=8, hidden_width=2, hidden_dtype=torch.bfloat16, prompt_rows=6)
 EPOCH = 11
 LONG_S = 600.0
 
@@ -39,7 +39,7 @@ class Boastful(MirrorDrafter):
     """A drafter that names the device and takes no memory there."""
 
     def needs(self, target: TargetInfo) -> DrafterNeeds:
-        return DrafterNeeds(device=DEVICE, resident=True)
+        return DrafterNeeds(device=DEVICE, overlaps=True)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -64,11 +64,11 @@ def _address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @contextmanager
 def client_of(
-    address: str, transport: TransportName = "shared-memory", offer: ResidentOffer | None = OFFER
+    address: str, transport: TransportName = "shared-memory", offer: DeviceOffer | None = OFFER
 ) -> Iterator[DrafterClient]:
     assert transport != "in-process"
-    endpoint = DrafterEndpoint(name="resident", address=address, transport=transport)
-    client = DrafterClient(endpoint, TARGET, EPOCH, resident=offer)
+    endpoint = DrafterEndpoint(name="overlap", address=address, transport=transport)
+    client = DrafterClient(endpoint, TARGET, EPOCH, offer=offer)
     client.start()
     try:
         yield client
@@ -83,42 +83,42 @@ def attached(client: DrafterClient) -> DraftTransport:
     return transport
 
 
-def commit(memory: ResidentMemory, number: int, seats: int) -> None:
+def commit(memory: OverlapMemory, number: int, batch_rows: int) -> None:
     """Write the results of a step.
 
-    Each row's last token is ``100 * number + seat``; its hidden state is two times the row.
+    Each row's last token is ``100 * number + batch_row``; its hidden state is two times the row.
     """
-    for seat in range(seats):
-        count = 1 + (number + seat) % LAYOUT.tokens
-        memory.counts[seat] = count
-        memory.new_tokens[seat, count - 1] = 100 * number + seat
-        memory.hidden[seat * LAYOUT.tokens + count - 1] = seat
+    for batch_row in range(batch_rows):
+        count = 1 + (number + batch_row) % LAYOUT.tokens
+        memory.counts[batch_row] = count
+        memory.new_tokens[batch_row, count - 1] = 100 * number + batch_row
+        memory.hidden[batch_row * LAYOUT.tokens + count - 1] = batch_row
     memory.stamp.fill_(number)
 
 
-def expected_tree(number: int, seat: int) -> list[int]:
-    return [100 * number + seat + node * 2 * seat for node in range(1 + NUM_DRAFTED)]
+def expected_tree(number: int, batch_row: int) -> list[int]:
+    return [100 * number + batch_row + node * 2 * batch_row for node in range(1 + NUM_DRAFTED)]
 
 
 def run_steps(transport: DraftTransport, first: int, count: int) -> None:
     """Run over two batch rows; post each request before its step's results are there."""
-    memory = transport.resident
+    memory = transport.overlap_memory
     assert memory is not None and memory.layout == LAYOUT
     for number in range(first, first + count):
         is_last = number == first + count - 1
-        step = DeviceStep(number, begins=number == first, is_last=is_last, num_seats=2)
-        transport.post(draft_request([[], []], epoch=EPOCH, step_id=number, resident=step))
+        step = DeviceStep(number, begins=number == first, is_last=is_last, num_batch_rows=2)
+        transport.post(draft_request([[], []], epoch=EPOCH, step_id=number, device_step=step))
         commit(memory, number, 2)
         transport.order.signal_step(number)
         transport.order.await_draft(number)
         assert int(memory.draft_stamp) == number
-        for seat in range(2):
-            assert memory.draft_tokens[seat, : 1 + NUM_DRAFTED].tolist() == expected_tree(number, seat)
-            assert int(memory.num_nodes[seat]) == 1 + NUM_DRAFTED
+        for batch_row in range(2):
+            assert memory.draft_tokens[batch_row, : 1 + NUM_DRAFTED].tolist() == expected_tree(number, batch_row)
+            assert int(memory.num_nodes[batch_row]) == 1 + NUM_DRAFTED
     batch = transport.receive(LONG_S)
     assert batch is not None
-    for seat in range(2):
-        assert batch.tree(seat).tokens.tolist() == expected_tree(first + count - 1, seat)
+    for batch_row in range(2):
+        assert batch.tree(batch_row).tokens.tolist() == expected_tree(first + count - 1, batch_row)
 
 
 def test_steps_through_the_memory_of_a_drafters_process_and_plain_ones_between(address: str) -> None:
@@ -150,7 +150,7 @@ def test_a_later_attachment_has_memory_of_its_own(address: str) -> None:
     with client_of(address) as client:
         run_steps(attached(client), 7, 2)
     with client_of(address) as client:
-        memory = attached(client).resident
+        memory = attached(client).overlap_memory
         assert memory is not None and int(memory.stamp) == int(memory.draft_stamp) == 0
         run_steps(attached(client), 3, 2)
 
@@ -164,11 +164,11 @@ def test_a_later_attachment_has_memory_of_its_own(address: str) -> None:
     ],
 )
 def test_without_one_device_and_one_host_there_is_none(
-    address: str, transport: TransportName, offer: ResidentOffer | None
+    address: str, transport: TransportName, offer: DeviceOffer | None
 ) -> None:
     with client_of(address, transport, offer) as client:
         there = attached(client)
-        assert there.resident is None
+        assert there.overlap_memory is None
         there.order.await_draft(99)
         assert (client.needs.device, client.needs.features) == ("" if transport == "grpc" else DEVICE, (1,))
         hidden = [[[0.0, 1.0]]]
@@ -183,7 +183,7 @@ def test_a_killed_drafter_leaves_the_memory_to_those_who_use_it_and_lets_them_go
         with process_at(address) as process:
             transport = attached(client)
             run_steps(transport, 1, 2)
-            memory, order = transport.resident, transport.order
+            memory, order = transport.overlap_memory, transport.order
             assert memory is not None
             process.kill()
             process.wait()
@@ -220,7 +220,7 @@ def test_a_drafter_that_names_the_device_and_takes_no_memory_is_refused(
         until(lambda: client.state == "broken")
         process.kill()
     assert client.num_attaches == 0
-    inside = InProcessClient("boastful", Boastful(), TARGET, EPOCH, resident=OFFER)
+    inside = InProcessClient("boastful", Boastful(), TARGET, EPOCH, offer=OFFER)
     inside.start()
     assert (inside.state, inside.num_attaches) == ("broken", 0)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -228,19 +228,19 @@ def test_a_drafter_that_names_the_device_and_takes_no_memory_is_refused(
 
 
 def test_a_drafter_in_the_process_gets_memory_after_its_attach() -> None:
-    drafter = ResidentDrafter()
-    client = InProcessClient("inside", drafter, TARGET, EPOCH, resident=OFFER)
+    drafter = OverlapDrafter()
+    client = InProcessClient("inside", drafter, TARGET, EPOCH, offer=OFFER)
     client.start()
     transport = client.transport
-    assert transport is not None and transport.resident is not None
+    assert transport is not None and transport.overlap_memory is not None
     assert drafter.memory is not None
-    assert transport.resident.stamp.data_ptr() == drafter.memory.stamp.data_ptr()
-    assert transport.resident.layout == LAYOUT and not transport.resident.hidden.any()
-    memory = transport.resident
+    assert transport.overlap_memory.stamp.data_ptr() == drafter.memory.stamp.data_ptr()
+    assert transport.overlap_memory.layout == LAYOUT and not transport.overlap_memory.hidden.any()
+    memory = transport.overlap_memory
     for number in (1, 2):
         commit(memory, number, 2)
-        step = DeviceStep(number, begins=number == 1, is_last=number == 2, num_seats=2)
-        transport.post(draft_request([[], []], epoch=EPOCH, step_id=number, resident=step))
+        step = DeviceStep(number, begins=number == 1, is_last=number == 2, num_batch_rows=2)
+        transport.post(draft_request([[], []], epoch=EPOCH, step_id=number, device_step=step))
         assert memory.draft_tokens[1, : 1 + NUM_DRAFTED].tolist() == expected_tree(number, 1)
     batch = transport.receive(0)
     assert batch is not None and batch.tree(1).tokens.tolist() == expected_tree(2, 1)
@@ -252,17 +252,17 @@ def test_a_drafter_in_the_process_gets_memory_after_its_attach() -> None:
     [("", OFFER), ("another GPU", OFFER), (DEVICE, None)],
     ids=["no GPU", "another GPU", "no offer"],
 )
-def test_a_drafter_in_the_process_and_on_another_device_gets_none(device: str, offer: ResidentOffer | None) -> None:
-    drafter = ResidentDrafter(device)
-    client = InProcessClient("inside", drafter, TARGET, EPOCH, resident=offer)
+def test_a_drafter_in_the_process_and_on_another_device_gets_none(device: str, offer: DeviceOffer | None) -> None:
+    drafter = OverlapDrafter(device)
+    client = InProcessClient("inside", drafter, TARGET, EPOCH, offer=offer)
     client.start()
-    assert client.transport is not None and client.transport.resident is None and drafter.memory is None
+    assert client.transport is not None and client.transport.overlap_memory is None and drafter.memory is None
 
 
 def test_an_offer_is_of_gpu_kernels_and_as_large_as_the_deepest_tree() -> None:
-    assert ResidentOffer.of_backend(CPU, 3, torch.float32, 6) is None
+    assert DeviceOffer.of_backend(CPU, 3, torch.float32, 6) is None
     backend = Backend("gpu", torch.device("cpu"))
-    assert ResidentOffer.of_backend(backend, 4, torch.bfloat16, 6) == OFFER
+    assert DeviceOffer.of_backend(backend, 4, torch.bfloat16, 6) == OFFER
     assert TreeBounds(max_nodes=32).max_depth == DEFAULT_STEPS
     assert TreeBounds(max_nodes=32, num_steps=9).max_depth == 9
     assert TreeBounds(max_nodes=4, num_steps=9).max_depth == 3

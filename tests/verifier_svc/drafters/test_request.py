@@ -31,14 +31,14 @@ def row(shape: Shape, sampling: SamplingParams, new_tokens: int = 2) -> DraftRow
 def test_trees_with_cuts_are_a_kind_of_their_own(sampling: SamplingParams, is_filtered: bool) -> None:
     """Graphs of trees with cuts have other kernels."""
     plain = row(CHAIN, SamplingParams(temperature=0.0))
-    for is_resident in (False, True):
-        kind = RequestKind.of([plain, row(CHAIN, sampling)], is_resident=is_resident)
+    for in_device_memory in (False, True):
+        kind = RequestKind.of([plain, row(CHAIN, sampling)], in_device_memory=in_device_memory)
         assert kind.is_filtered == is_filtered
-        assert (kind == RequestKind.of([plain, plain], is_resident=is_resident)) == (not is_filtered)
-        assert not RequestKind.of([plain, row(NO_DRAFT, sampling)], is_resident=is_resident).is_filtered
+        assert (kind == RequestKind.of([plain, plain], in_device_memory=in_device_memory)) == (not is_filtered)
+        assert not RequestKind.of([plain, row(NO_DRAFT, sampling)], in_device_memory=in_device_memory).is_filtered
 
 
 def test_new_tokens_count_where_the_host_sends_them() -> None:
     few, many = ([row(CHAIN, SamplingParams(), count)] for count in (1, 9))
-    assert RequestKind.of(few, is_resident=False) != RequestKind.of(many, is_resident=False)
-    assert RequestKind.of(few, is_resident=True) == RequestKind.of(many, is_resident=True)
+    assert RequestKind.of(few, in_device_memory=False) != RequestKind.of(many, in_device_memory=False)
+    assert RequestKind.of(few, in_device_memory=True) == RequestKind.of(many, in_device_memory=True)

@@ -134,7 +134,7 @@ def test_no_step_runs_ahead_where_every_pass_is_planned(
     monkeypatch.setattr(DevicePass, "launch", seen_launch)
     asked = settings(folder, attention_backend=wanted)
     target = load_target(asked, memory_plan(asked, gpu), gpu, silent)
-    assert (target.run_ahead is None) == (wanted == "flashinfer")
+    assert (target.overlap_runs is None) == (wanted == "flashinfer")
     # Passes of few rows have graphs, unless every pass is planned.
     assert seen and set(seen) == {wanted == "flashinfer"}
 

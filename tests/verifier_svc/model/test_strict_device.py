@@ -50,7 +50,7 @@ def drafted(
         features=(1, FINAL_NORM),
         width=2 * target.config.hidden_size,
         dtype=getattr(torch, dtype),
-        seats=on_device.MAX_RUNNING,
+        batch_rows=on_device.MAX_RUNNING,
         nodes=6,
         block_size=BLOCK,
         tolerance=0.0,
@@ -87,13 +87,13 @@ def test_drafts_change_no_bit(target: RandomTarget, dtype: str, device: str) -> 
         assert got.finished is not None and len(got.logprobs) == len(got.token_ids) > 6
         stats = got.finished.speculation
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
-    assert harness.engine.counters.num_resident_steps == 0
+    assert harness.engine.counters.num_overlapped_steps == 0
 
     # Alone, so that its steps have other sizes too.
     request = replace(requests[0], sampling=replace(params[0], logprobs=None))
     (got,), harness, again = drafted(target, texts, [request], device, dtype=dtype, overlap=True)
     assert got.token_ids == plain[0].token_ids
-    assert harness.engine.counters.num_resident_steps > 0
+    assert harness.engine.counters.num_overlapped_steps > 0
     assert len(again.hidden) > len(request.prompt)
     for key, row in again.hidden.items():
         assert np.array_equal(row, drafter.hidden[key]), key

@@ -9,15 +9,15 @@ import pytest
 from foretoken.drafting import DraftRequest
 from foretoken.sampling import SamplingParams
 from tests.support.engine_harness import Request, Result
-from tests.support.runs import BLOCK, SEATS, Runs, greedy, oracle_of, plain
+from tests.support.runs import BATCH_ROWS, BLOCK, Runs, greedy, oracle_of, plain
 from verifier_svc import overlap
 
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_run_goes_on_without_those_that_end(drafts: bool) -> None:
     """It lasts until the last one ends, by length or by a stop token, which the host sees late."""
-    requests = [greedy(i, 6, 8 * i + 9) for i in range(SEATS - 1)]
-    stopped = greedy(SEATS - 1, 6, 60)
+    requests = [greedy(i, 6, 8 * i + 9) for i in range(BATCH_ROWS - 1)]
+    stopped = greedy(BATCH_ROWS - 1, 6, 60)
     text = plain([stopped])[0].token_ids
     stop = next(token for index, token in enumerate(text) if index > 20 and token not in text[:index])
     requests.append(Request(stopped.prompt, SamplingParams(temperature=0.0, max_tokens=60, stop_token_ids=(stop,))))
@@ -94,27 +94,27 @@ def test_a_drafter_must_forget_after_the_run(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_run_goes_on_with_fewer_rows_as_sequences_end() -> None:
-    """A step has rows for the seats that are taken; the seats in between stay empty."""
-    requests = [greedy(i, 6, 8 * i + 9) for i in range(SEATS)]
+    """A step has token rows for the batch rows that are taken; those in between stay empty."""
+    requests = [greedy(i, 6, 8 * i + 9) for i in range(BATCH_ROWS)]
     expected = plain(requests)
     runs = Runs()
     (step,) = runs.steps
     results = runs.harness.run(requests)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
     assert step.num_runs == 1 and runs.num_ordinary == 0
-    # One in eight steps frees a seat, one step after the sequence's last token.
-    assert [step.num_seated[8 * i + 10] for i in range(SEATS - 1)] == list(range(SEATS - 1, 0, -1))
+    # One in eight steps frees a batch row, one step after the sequence's last token.
+    assert [step.num_running[8 * i + 10] for i in range(BATCH_ROWS - 1)] == list(range(BATCH_ROWS - 1, 0, -1))
 
 
 def test_one_that_waits_takes_the_place_of_one_that_ends() -> None:
-    """The run goes on; the third one runs beside the second, in the first one's seat and slot."""
+    """The run goes on; the third one runs beside the second, in the first one's batch row and slot."""
     requests = [greedy(1, 6, 10), greedy(2, 6, 60), greedy(3, 6, 40)]
     expected = plain(requests)
     runs = Runs(max_running=2)
     results = runs.harness.run(requests)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
     assert runs.harness.engine.counters.num_steps == 60 and runs.steps[0].num_runs == 1
-    assert runs.steps[0].num_seated == [2] * 60 or runs.steps[0].num_seated[11:50] == [2] * 39
+    assert runs.steps[0].num_running == [2] * 60 or runs.steps[0].num_running[11:50] == [2] * 39
 
 
 def test_a_run_ends_with_the_last_one_that_is_drafted_for() -> None:

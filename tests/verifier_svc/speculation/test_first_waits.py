@@ -239,6 +239,6 @@ def test_nobody_waits_on_the_host_for_the_drafts_of_a_run() -> None:
     drafter.takes = [SLOW_S] * 2
     request = request_of(0, 0, rows(1))
     for number, is_last in ((1, False), (2, True)):
-        attachment.post_resident(request, DeviceStep(number, True, is_last, 1))
+        attachment.post_device_step(request, DeviceStep(number, True, is_last, 1))
         assert attachment.collect(lambda _: 0.0) == []
     assert drafter.now == 0.0 and left_s(handle, drafter) == pytest.approx(FULL_S)

@@ -35,7 +35,7 @@ from verifier_svc.speculation.gap_times import FIRST_GAP_S, GapTimes, StepGaps
 from verifier_svc.speculation.gate import LONGEST_PAUSE
 from verifier_svc.speculation.lookups import RAREST_TRY, TRY_EVERY
 from verifier_svc.speculation.model_yield import FIRST_EVERY, FIRST_ROWS, LATER_EVERY, ModelYield
-from verifier_svc.speculation.overlap_drafting import ResidentDrafting
+from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 
 NUM_TOKENS = 300
 MODEL, QUICK = 1, 2
@@ -266,7 +266,7 @@ def test_a_model_hides_a_late_launch_only_while_it_drafts(monkeypatch: pytest.Mo
 def test_the_model_drafts_where_it_does_as_well_as_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over all rows it is expected to do worse, because rows with look-ups tell nothing of it: a few are compared."""
     monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 0.0)
-    monkeypatch.setattr(ResidentDrafting, "expected_tokens", lambda self, sequence: 1.2)
+    monkeypatch.setattr(OverlapDrafting, "expected_tokens", lambda self, sequence: 1.2)
     play = Play([request(seed=seed) for seed in range(1, 5)], range(NUM_TOKENS), num_steps=0)
     # The model yields two tokens a step; of what look-ups find, every third token is wrong.
     choose(play.runs, lambda step: Shape(4, 3, 1))
@@ -287,7 +287,7 @@ def test_the_model_drafts_where_it_does_as_well_as_what_was_found(monkeypatch: p
 def test_look_ups_that_get_better_are_verified_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree that the model's was preferred to is scored by the text, too."""
     monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 0.0)
-    monkeypatch.setattr(ResidentDrafting, "expected_tokens", lambda self, sequence: 1.2)
+    monkeypatch.setattr(OverlapDrafting, "expected_tokens", lambda self, sequence: 1.2)
     play = Play([request(seed=seed) for seed in range(1, 5)], range(NUM_TOKENS), num_steps=0)
     # The model yields two tokens a step; a look-up four from the middle on, and mostly one before.
     choose(play.runs, lambda step: Shape(4, 3, 1))
@@ -312,8 +312,8 @@ def test_what_the_model_yields_beside_look_ups_is_learnt_from_a_few_rows() -> No
     first = next(count for count in range(len(compared)) if sum(compared[:count]) == FIRST_ROWS)
     assert first == pytest.approx(FIRST_EVERY * FIRST_ROWS, rel=0.5)
     assert sum(compared[first:]) == pytest.approx((20_000 - first) / LATER_EVERY, rel=0.2)
-    # Rows come in the order of their seats: each is compared now and then.
-    assert all(any(compared[seat::16]) for seat in range(16))
+    # Sequences come in the order of their batch rows: each is compared now and then.
+    assert all(any(compared[batch_row::16]) for batch_row in range(16))
     for _ in range(100):
         model.observe(6, 2.0)
     assert model.tokens(2.0, 8) == pytest.approx(6.0, rel=0.05)
