@@ -47,12 +47,12 @@ from verifier_svc.drafters.step_deadlines import StepDeadlines
 from verifier_svc.lifecycle import Lifecycle
 from verifier_svc.sampling.allowed_tokens import ENDED
 from verifier_svc.scheduling.batch import Scheduled, build_batch
-from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT, Seat
+from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT, BatchRow
 from verifier_svc.scheduling.launch_time import LaunchTime
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.lookups import Compared
-from verifier_svc.speculation.overlap_drafting import ResidentDrafting
+from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 from verifier_svc.speculation.overlap_policy import OverlapBlock
 from verifier_svc.speculation.speculator import Speculator
 
@@ -117,7 +117,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
     def __init__(
         self,
         step: ResidentStep,
-        drafting: ResidentDrafting,
+        drafting: OverlapDrafting,
         scheduler: Scheduler,
         speculator: Speculator,
         lifecycle: Lifecycle,
@@ -131,7 +131,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
         # The trees' shape for which blocks were reserved, and the one in which steps are launched.
         self._reserved_shape = self._launched_shape = drafting.shape
         # The seats of the last launched step, and where the hidden states of its prompts begin.
-        self._launched: tuple[Seat | None, ...] | None = None
+        self._launched: tuple[BatchRow | None, ...] | None = None
         self._prompt_start = 0
         self._facts: deque[_Facts] = deque()
         self._num_launched = self._num_read = 0
@@ -392,7 +392,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
                 waiting.append(sequence)
                 continue
             width = self._drafting.shape_of(sequence).nodes
-            seat = Seat(sequence, width, self._drafting.drafter_number, is_new=not sequence.is_decoding)
+            seat = BatchRow(sequence, width, self._drafting.drafter_number, is_new=not sequence.is_decoding)
             self._step.seating.join(self._step.seating.free_seat(), seat)
         self._joining = waiting
 

@@ -14,7 +14,7 @@ from foretoken_kernels.gpu.shared_rows import share_rows
 from foretoken_kernels.overlap_state import BatchState, DraftedTrees, StepResults
 
 from foretoken.models.pinned_buffers import PinnedBuffers
-from foretoken.overlap_memory import ResidentMemory
+from foretoken.overlap_memory import OverlapMemory
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.overlap_stage import Stage, StepShape
 from verifier_svc.sampling.device_logprobs import LogprobNumbers, logprob_numbers
@@ -35,13 +35,13 @@ class OverlapKernels:
         self,
         runner: DeviceRunner,
         walker: DeviceWalker,
-        memory: ResidentMemory,
+        memory: OverlapMemory,
         state: BatchState,
         simulated: float | None,
     ) -> None:
         self._runner, self._walker, self._memory, self._state = runner, walker, memory, state
         self._simulated = simulated
-        device, seats, nodes = state.slots.device, memory.layout.seats, memory.layout.nodes
+        device, seats, nodes = state.slots.device, memory.layout.batch_rows, memory.layout.nodes
         self._owed = torch.zeros(seats, dtype=torch.float32, device=device)
         self._drafted = DraftedTrees(memory.draft_stamp, memory.num_nodes, memory.draft_tokens, memory.draft_parents)
         sizes = {"stamp": (1,), "num_nodes": (seats,), "tokens": (seats, nodes), "parents": (seats, nodes)}

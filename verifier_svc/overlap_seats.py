@@ -12,7 +12,7 @@ from foretoken_kernels.gpu.overlap_joins import join_batch
 from foretoken_kernels.overlap_state import BatchState, Joining, new_batch_state
 
 from foretoken.models.pinned_buffers import PinnedBuffers, SendRing
-from verifier_svc.scheduling.batch_row import Seat
+from verifier_svc.scheduling.batch_row import BatchRow
 from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.sequence import Sequence
 
@@ -50,7 +50,7 @@ class StepSeats:
         self.state: BatchState = new_batch_state(max_seats, device)
         self._joining = PinnedBuffers({name: ((max_seats,), torch.int32) for name in Joining._fields}, device)
         # The seats of the next step, and the block tables that the device has of them.
-        self._seats: list[Seat | None] = [None] * max_seats
+        self._seats: list[BatchRow | None] = [None] * max_seats
         self._tables = np.zeros((max_seats, 0), np.int32)
         self._num_blocks = [0] * max_seats
         # Rows of a seat, on average, where the best nodes of all get them; 0: each node has a row.
@@ -62,7 +62,7 @@ class StepSeats:
         self.divided = SeatNeeds([], 0, 0, False)
 
     @property
-    def seats(self) -> Items[Seat | None]:
+    def seats(self) -> Items[BatchRow | None]:
         """Return the seats, free ones included."""
         return self._seats
 
@@ -88,7 +88,7 @@ class StepSeats:
         """Return the lowest free seat. There is one for each batch slot."""
         return self._seats.index(None)
 
-    def join(self, index: int, seat: Seat) -> None:
+    def join(self, index: int, seat: BatchRow) -> None:
         """Seat a sequence in a free seat, from the next step on. Its first tree is its root."""
         assert self._seats[index] is None
         self._seats[index] = seat
@@ -117,7 +117,7 @@ class StepSeats:
             self._budget = budget
             self._is_laid_out = False
 
-    def num_rows(self, seat: Seat) -> int:
+    def num_rows(self, seat: BatchRow) -> int:
         """Return the rows of a seat in a step, on average, without a tree from the host."""
         return min(seat.width, self._budget) if self._budget else seat.width
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from foretoken_kernels.overlap_state import StepRows
 
-from foretoken.models.device_llama import ResidentPass
+from foretoken.models.device_llama import OverlapPass
 from foretoken.models.pinned_buffers import FetchBuffer, PinnedBuffers, SendRing
 from verifier_svc.sampling.device_walker import WalkStage
 
@@ -33,7 +33,7 @@ class StepShape(NamedTuple):
 class Stage:
     """The buffers of one shape."""
 
-    def __init__(self, resident: ResidentPass, walk: WalkStage) -> None:
+    def __init__(self, resident: OverlapPass, walk: WalkStage) -> None:
         self.resident, self.walk = resident, walk
         arrays, asked, wanted = resident.batch.arrays, walk.asked.device, resident.batch.shape.wanted
         # Rows of prompts come after the seats' rows and have no logits.

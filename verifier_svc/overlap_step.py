@@ -25,8 +25,8 @@ from foretoken_kernels.overlap_state import NO_NODE
 
 from foretoken.models.batch import ForwardBatch, blank_batch
 from foretoken.models.device_batch import NARROW_BLOCKS, BatchShape
-from foretoken.models.device_llama import ResidentPass
-from foretoken.overlap_memory import ResidentLayout, ResidentMemory, StreamOrder
+from foretoken.models.device_llama import OverlapPass
+from foretoken.overlap_memory import OverlapLayout, OverlapMemory, StreamOrder
 from verifier_svc.joined_prompts import JoinedSizes, WaitingPrompts
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.overlap_graphs import OverlapGraphs
@@ -39,7 +39,7 @@ from verifier_svc.sampling.allowed_tokens import TreeMasks
 from verifier_svc.sampling.device_logprobs import LogprobNumbers
 from verifier_svc.sampling.device_walker import DeviceWalker, walk_results
 from verifier_svc.sampling.verify import WalkResult, followed
-from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT, Seat, SeatResult, SeatTree
+from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT, BatchRow, BatchRowResult, BatchRowTree
 from verifier_svc.scheduling.draft import Draft
 
 
@@ -56,7 +56,7 @@ class _Launched:
     """
 
     number: int
-    seats: tuple[Seat | None, ...]
+    seats: tuple[BatchRow | None, ...]
     stage: Stage | None
     shape: StepShape | None
     found: Mapping[int, Draft]
@@ -85,7 +85,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         self,
         runner: DeviceRunner,
         walker: DeviceWalker,
-        memory: ResidentMemory,
+        memory: OverlapMemory,
         order: StreamOrder,
         *,
         max_seats: int,
@@ -295,7 +295,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         assert stage is not None
         return stage.parents.is_ready()
 
-    def trees(self) -> dict[int, SeatTree]:
+    def trees(self) -> dict[int, BatchRowTree]:
         """Return the trees of the seats with masks, by seat, without those that have ended."""
         launched = self._in_flight[-1]
         stage = launched.stage
@@ -308,7 +308,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             rows = slice(starts[index], starts[index + 1])
             count = int((tokens[rows] != NO_NODE).sum())
             if count:
-                found[index] = SeatTree(seat, tokens[rows][:count], parents[rows][:count])
+                found[index] = BatchRowTree(seat, tokens[rows][:count], parents[rows][:count])
         return found
 
     @torch.inference_mode()
@@ -362,7 +362,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         elif oldest.reached is not None:
             oldest.reached.synchronize()
 
-    def receive(self) -> list[SeatResult]:
+    def receive(self) -> list[BatchRowResult]:
         """Return the results of the oldest step in flight, which must be done.
 
         Samplers of sequences with masks advance by their results.
@@ -390,11 +390,11 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             if seat.is_masked and num_nodes[index] and not seat.is_left:
                 walks[place] = self._followed(seat, walks[place])
         return [
-            SeatResult(seat, walk, num_nodes[index], drafts.get(index))
+            BatchRowResult(seat, walk, num_nodes[index], drafts.get(index))
             for (index, seat), walk in zip(taken, walks, strict=True)
         ]
 
-    def _followed(self, seat: Seat, walk: WalkResult) -> WalkResult:
+    def _followed(self, seat: BatchRow, walk: WalkResult) -> WalkResult:
         """Advance a sampler with masks by a walk, and return what to commit."""
         sampler = seat.sequence.sampler
         if self._simulated is None:
@@ -479,7 +479,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             stage.widths.host["widths"][:] = 0
             stage.widths.host["widths"][: last + 1] = widths
             stage.widths.send()
-        self._walker.seat(seating.joined)
+        self._walker.send_rules(seating.joined)
         self._fill_walk(stage, starts)
         seating.send_joined(self.number)
         seating.send_tables(stage.tables, shape.seqs, shape.blocks, is_new=True)
@@ -487,7 +487,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         return stage
 
     def _stage(self, rows: int, seqs: int, max_width: int, blocks: int) -> Stage:
-        resident = self._runner.resident_pass(self._features, rows, seqs, max_width, blocks)
+        resident = self._runner.overlap_pass(self._features, rows, seqs, max_width, blocks)
         batch = resident.batch.shape
         shape = StepShape(batch.rows, batch.seqs, batch.max_seq_rows, batch.blocks, self._features)
         return self._stage_of(shape, resident)
@@ -498,7 +498,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
     def _joined_shape(self, size: BatchShape) -> StepShape:
         return StepShape(size.wanted, size.seqs, size.max_seq_rows, size.blocks, self._features, size.rows)
 
-    def _stage_of(self, shape: StepShape, resident: ResidentPass) -> Stage:
+    def _stage_of(self, shape: StepShape, resident: OverlapPass) -> Stage:
         """Return the stage of a shape, which becomes that of the next step."""
         if resident.generation != self._generation:
             self._stages.clear()
@@ -545,9 +545,9 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         return partial(kernels.conclude, stage, shape.max_width)
 
 
-def plain_memory(max_seats: int, max_nodes: int, device: torch.device) -> ResidentMemory:
+def plain_memory(max_seats: int, max_nodes: int, device: torch.device) -> OverlapMemory:
     """Return the memory for steps without a drafter on the device. ``max_nodes``: of a tree from the host."""
-    layout = ResidentLayout(
-        seats=max_seats, tokens=max_nodes, nodes=max_nodes, hidden_width=0, hidden_dtype=torch.float32
+    layout = OverlapLayout(
+        batch_rows=max_seats, tokens=max_nodes, nodes=max_nodes, hidden_width=0, hidden_dtype=torch.float32
     )
-    return ResidentMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
+    return OverlapMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)

@@ -30,7 +30,7 @@ from foretoken.models.device_batch import seq_bucket, table_bucket
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.pinned_buffers import PinnedBuffers
-from foretoken.overlap_memory import ResidentMemory, StreamOrder
+from foretoken.overlap_memory import OverlapMemory, StreamOrder
 from foretoken.tree import Int32
 
 # Levels of the deepest trees whose kernels are compiled at a start.
@@ -136,7 +136,7 @@ class DeviceGrowth:
         return batch
 
     def resident_draft(
-        self, rows: DraftRows, scratch: Int32, memory: ResidentMemory, order: StreamOrder, figures: PassFigures
+        self, rows: DraftRows, scratch: Int32, memory: OverlapMemory, order: StreamOrder, figures: PassFigures
     ) -> ResidentDraft:
         draft = ResidentDraft(self._levels, self._target, self._sizes, rows, scratch, memory, order, figures)
         if self._is_warm:

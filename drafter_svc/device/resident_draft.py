@@ -47,7 +47,7 @@ from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_journal import DeviceJournal
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.pinned_buffers import PinnedBuffers
-from foretoken.overlap_memory import ResidentMemory, StreamOrder
+from foretoken.overlap_memory import OverlapMemory, StreamOrder
 from foretoken.tree import Int32
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class _Stage:
         self,
         shape: TreeShape,
         sizes: _Sizes,
-        memory: ResidentMemory,
+        memory: OverlapMemory,
         levels: DeviceLevels,
         root_hidden: torch.Tensor,
     ) -> None:
@@ -205,14 +205,14 @@ class ResidentDraft:  # large: one run's seats, passes and journal share all its
         pass_sizes: PassSizes,
         rows: DraftRows,
         scratch: Int32,
-        memory: ResidentMemory,
+        memory: OverlapMemory,
         order: StreamOrder,
         figures: PassFigures,
     ) -> None:
         layout, width = memory.layout, levels.model.feature_width
-        if layout.seats > target.max_slots or layout.seats * layout.tokens > pass_sizes.rows:
+        if layout.batch_rows > target.max_slots or layout.batch_rows * layout.tokens > pass_sizes.rows:
             raise PreconditionError(
-                f"a step of {layout.seats} sequences, {layout.tokens} tokens each, is more than the drafter's "
+                f"a step of {layout.batch_rows} sequences, {layout.tokens} tokens each, is more than the drafter's "
                 f"{target.max_slots} slots and {pass_sizes.rows} rows"
             )
         if (width and layout.hidden_width != width) or levels.model.num_depths > 1:
@@ -226,15 +226,15 @@ class ResidentDraft:  # large: one run's seats, passes and journal share all its
         self._memory, self._order, self._figures = memory, order, figures
         self._sizes, self._pass_sizes = _Sizes(layout.tokens, scratch.shape[1]), pass_sizes
         # The trees of the last step of a run, for its reply.
-        self._found = ResidentMemory.mirror(layout, pinned=levels.device.type == "cuda")
-        self._tree_requests = kernel.new_trees(layout.seats, 2, 1)
-        self._all_seats = np.arange(layout.seats, dtype=np.int32)
+        self._found = OverlapMemory.mirror(layout, pinned=levels.device.type == "cuda")
+        self._tree_requests = kernel.new_trees(layout.batch_rows, 2, 1)
+        self._all_seats = np.arange(layout.batch_rows, dtype=np.int32)
         self._prompt_rows = PromptRows(rows, target, pass_sizes.rows)
         # The stamp of each step with prompt rows.
         self._stamps = DeviceJournal({"stamp": (1,)}, _STEPS, levels.device)
         self._stages: dict[TreeShape, _Stage] = {}
         self._root_hidden = torch.zeros(
-            (layout.seats, max(levels.model.hidden_size, 1)), dtype=levels.dtype, device=levels.device
+            (layout.batch_rows, max(levels.model.hidden_size, 1)), dtype=levels.dtype, device=levels.device
         )
         self._graphs = DeviceGraphs(pass_sizes.graphs and levels.device.type == "cuda")
         # Drafts whose graphs are still to be captured.
@@ -263,7 +263,7 @@ class ResidentDraft:  # large: one run's seats, passes and journal share all its
         if step.begins:
             self.finish()
             self._begin(request, step)
-        elif self._run is None or step.number != self._number + 1 or step.num_seats != len(self._run):
+        elif self._run is None or step.number != self._number + 1 or step.num_batch_rows != len(self._run):
             self.finish()
             self._order.signal_draft(step.number)
             return self._roots(request)
@@ -279,7 +279,7 @@ class ResidentDraft:  # large: one run's seats, passes and journal share all its
         self._figures.drafted_rows += int(np.count_nonzero(run.is_drafted & run.wants_tree))
         if step.is_last:
             self.finish()
-            return self._reply(request, step.num_seats)
+            return self._reply(request, step.num_batch_rows)
         return self._roots(request)
 
     def finish(self) -> None:
@@ -322,7 +322,7 @@ class ResidentDraft:  # large: one run's seats, passes and journal share all its
         shapes[:] = 0
         shapes[:, [kernel.MAX_DEPTH, kernel.MAX_BRANCHES]] = max(layout.tokens - 1, 1), 1
         count = 1
-        while count <= layout.seats:
+        while count <= layout.batch_rows:
             run = _Run([-1] * count)
             self._set_up(run, _NO_STEP)
             assert self._stage is not None
@@ -385,31 +385,31 @@ class ResidentDraft:  # large: one run's seats, passes and journal share all its
             filters[:, kernel.TEMPERATURE] = shapes[:, kernel.TOP_K] = 1
 
     def _checked(self, request: DraftRequest) -> DeviceStep:
-        step, layout = request.resident, self._memory.layout
+        step, layout = request.device_step, self._memory.layout
         num_rows = request.num_rows
-        if step is None or not 0 <= step.num_seats <= min(num_rows, layout.seats):
-            raise ValueError(f"{num_rows} rows are no step of {layout.seats} sequences")
-        if step.num_seats == num_rows:
+        if step is None or not 0 <= step.num_batch_rows <= min(num_rows, layout.batch_rows):
+            raise ValueError(f"{num_rows} rows are no step of {layout.batch_rows} sequences")
+        if step.num_batch_rows == num_rows:
             return step
         if not step.begins:
             raise ValueError("prompt rows in a request that does not name the seats anew")
-        first, last = step.prompt_start, step.prompt_start + int(request.device_hidden[step.num_seats :].sum())
+        first, last = step.prompt_start, step.prompt_start + int(request.device_hidden[step.num_batch_rows :].sum())
         if not 0 <= first <= last <= 2 * layout.prompt_rows:
             raise ValueError(f"hidden states {first} to {last}; there are {2 * layout.prompt_rows}")
         return step
 
     def _begin(self, request: DraftRequest, step: DeviceStep) -> None:
         self._number = step.number
-        if step.num_seats < request.num_rows:
+        if step.num_batch_rows < request.num_rows:
             work = self._prompt_rows.learn(request)
             arrays = [self._levels.model.upload(part.batch) for part in work.passes]
-            slots = request.slots[step.num_seats :].tolist()
+            slots = request.slots[step.num_batch_rows :].tolist()
             self._prompts = _Prompts(step.number, slots, work, arrays)
             self._figures.extend_tokens += sum(part.batch.num_rows for part in work.passes)
-        seats = request.rows[: step.num_seats]
+        seats = request.rows[: step.num_batch_rows]
         set_tree_requests(self._tree_requests, seats, min(self._target.max_nodes, self._memory.layout.nodes))
         self._run = self._named(seats, request)
-        if step.num_seats:
+        if step.num_batch_rows:
             self._set_up(self._run, step.number)
 
     def _named(self, seats: NDArray[np.void], request: DraftRequest) -> _Run:
@@ -523,7 +523,7 @@ class ResidentDraft:  # large: one run's seats, passes and journal share all its
         return TreeShape.of(
             self._tree_requests,
             self._all_seats[:count],
-            trees=min(seq_bucket(count), layout.seats),
+            trees=min(seq_bucket(count), layout.batch_rows),
             nodes=layout.nodes,
             blocks=-(-least // _TABLE_STEP) * _TABLE_STEP,
         )

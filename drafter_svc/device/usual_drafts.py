@@ -10,7 +10,7 @@ from foretoken_kernels.gpu.matmul_choice import ROW_BUCKETS
 from drafter_svc.trees.growth import MAX_BRANCHES
 from foretoken.drafting import TargetInfo
 from foretoken.models.device_batch import NARROW_BLOCKS, WIDE_BLOCKS, seq_bucket
-from foretoken.overlap_memory import ResidentLayout
+from foretoken.overlap_memory import OverlapLayout
 
 # Blocks of a sequence: its table has the least width, and the next. Attention has the same kernels for
 # all wider tables, so these compile what there is to compile.
@@ -37,19 +37,19 @@ class UsualDraft(NamedTuple):
     filtered: bool
 
 
-def usual_drafts(target: TargetInfo, layout: ResidentLayout) -> Iterator[UsualDraft]:
+def usual_drafts(target: TargetInfo, layout: OverlapLayout) -> Iterator[UsualDraft]:
     """Yield the drafts that the target's verifier asks for most often, and those first that come first.
 
     A run begins with few short sequences.
     """
-    most_depth, most = max(layout.tokens - 1, 1), seq_bucket(layout.seats)
+    most_depth, most = max(layout.tokens - 1, 1), seq_bucket(layout.batch_rows)
     for num_blocks in _USUAL_BLOCKS:
         for filtered in (False, True):
             seats = 1
             while seats <= most:
                 for depth, branches in target.usual_trees:
                     yield UsualDraft(
-                        min(seats, layout.seats),
+                        min(seats, layout.batch_rows),
                         min(depth, most_depth),
                         min(branches, MAX_BRANCHES),
                         num_blocks,
