@@ -151,13 +151,13 @@ def random_head(target: Path, folder: Path, threads: int) -> HostDraftHead:
 
 def measure_head(head: HostDraftHead) -> None:
     """Measure recurrent steps over nodes of one tree, and reading a prompt."""
-    features = np.zeros((CONTEXT, head.feature_width), np.float32)
-    head.forward(prefill_batch(CONTEXT, 1), features, from_target=True)
+    hidden_states = np.zeros((CONTEXT, head.hidden_width), np.float32)
+    head.forward(prefill_batch(CONTEXT, 1), hidden_states, from_target=True)
     for rows in (1, 2, 4, 8):
         state = np.zeros((rows, head.hidden_size), np.float32)
         step = partial(head.forward, tree_batch(rows), state, from_target=False)
         print(f"{'head':>12} {rows:4d} rows {measure(step, 200)} ms")
-    step = partial(head.forward, prefill_batch(PREFILL, 1), features[:PREFILL], from_target=True)
+    step = partial(head.forward, prefill_batch(PREFILL, 1), hidden_states[:PREFILL], from_target=True)
     print(f"{'head prompt':>12} {PREFILL:4d} rows {measure(step, 15)} ms")
 
 

@@ -34,7 +34,7 @@ class AttachedVerifier:
         self.epoch = epoch
         self.target = target
         # Float32 values of the hidden states at one position.
-        self.hidden_width = len(needs.features) * target.hidden_size
+        self.hidden_width = len(needs.captured_layers) * target.hidden_size
         self.transport = transport
         # Whether the Draft stream is open, if that is the transport.
         self.is_streaming = False

@@ -94,8 +94,8 @@ class DrafterNeeds:
     """What a drafter needs in its requests, in addition to tokens.
 
     Attributes:
-        features: numbers of the target's hidden states, in the order of their concatenation; see
-            FINAL_NORM.
+        captured_layers: numbers of the target's hidden states, in the order of their concatenation;
+            see FINAL_NORM.
         num_rerun: positions before the first computed one whose hidden states it needs after a
             prefix hit: 1 for a head that continues from the target's hidden state, D for one of D
             layers, 0 without hidden states.
@@ -107,7 +107,7 @@ class DrafterNeeds:
         overlaps: whether it can draft from memory of that GPU (foretoken.overlap_memory).
     """
 
-    features: tuple[int, ...] = ()
+    captured_layers: tuple[int, ...] = ()
     num_rerun: int = 0
     blocks: bool = False
     weights: bool = False
@@ -197,9 +197,9 @@ class DraftRequest:
             0 unless it is a prompt row (DeviceStep).
         new_token_starts, new_tokens: int32 [rows + 1], int32 [sum of new tokens].
         hidden_starts, hidden: int32 [rows + 1], float32 [sum, width]; hidden states of the target
-            (DrafterNeeds.features) for the *last* so many new tokens of the row, each from the
-            position before the token. The first token of a sequence has none, and hidden states may
-            be lost by a prefix hit or a late attachment.
+            (DrafterNeeds.captured_layers) for the *last* so many new tokens of the row, each from
+            the position before the token. The first token of a sequence has none, and hidden states
+            may be lost by a prefix hit or a late attachment.
         block_starts, block_ids: int32 [rows + 1], int32 [sum]; ids of the blocks that hold the
             row's new tokens, in logical order; the first is block
             ``(length - new tokens) // block_size`` of the row. Empty for drafters that need none.

@@ -76,16 +76,16 @@ class OverlapRuns:
             attachment = drafter.attachment
             if attachment is not None and attachment.has_overlap_memory and attachment.has_answered():
                 shapes = rows_of_shapes(speculator.overlap.controllers.of(drafter).controller.shapes)
-                steps[self._step_for(drafter, attachment)[0]] = attachment.needs.features, shapes
+                steps[self._step_for(drafter, attachment)[0]] = attachment.needs.captured_layers, shapes
         # Where sequences are drafted for, steps without the drafter are rarer.
         steps[self._plain] = (), [ShapeRows(1, 1)]
         has_lookups = any(drafter.is_attached and not drafter.has_model for drafter in speculator.drafters)
-        for is_long, (step, (features, shapes)) in product((False, True), steps.items()):
+        for is_long, (step, (layers, shapes)) in product((False, True), steps.items()):
             if is_long and not step.has_long_sequences:
                 continue
             generation, captures = self._captures.get((step, is_long), (None, None))
             if captures is None or generation != step.generation:
-                captures = step.captures(features, shapes, has_found=has_lookups, is_long=is_long)
+                captures = step.captures(layers, shapes, has_found=has_lookups, is_long=is_long)
                 self._captures[step, is_long] = step.generation, captures
             if next(captures, self) is not self:
                 return True
@@ -103,7 +103,7 @@ class OverlapRuns:
         if known is None or known[0].memory is not memory:
             step, deadlines = self._make_step(memory, attachment.transport.order), StepDeadlines(self._timeout_s)
             known = self._drafted[drafter.number] = step, deadlines
-            known[0].warm_up(attachment.needs.features)
+            known[0].warm_up(attachment.needs.captured_layers)
         return known
 
     def _forget_memory(self, drafters: Items[DrafterHandle]) -> None:

@@ -109,7 +109,7 @@ class TargetStep:
                 rows += [*range(row_start, end), *nodes]
         if not kept:
             return
-        self._kept = PassHiddenStates(rows, self._runner.features, self._runner.feature_rows)
+        self._kept = PassHiddenStates(rows, self._runner.hidden_states, self._runner.fetch_hidden_states)
         ends = [first for _, first in kept[1:]] + [len(rows)]
         for (part, first), end in zip(kept, ends, strict=True):
             found = HiddenSlice(self._kept, first, end)

@@ -170,12 +170,12 @@ def random_eagle3(
     write_checkpoint(folder, config, specs, make)
 
 
-def head_specs(config: dict[str, Any], target_hidden_size: int, num_features: int = 3) -> dict[str, TensorSpec]:
+def head_specs(config: dict[str, Any], target_hidden_size: int, num_states: int = 3) -> dict[str, TensorSpec]:
     """Return the tensors of an EAGLE-3 head with its own output head, from config.json."""
     size, middle, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (size, num_features * target_hidden_size),
+        "fc.weight": (size, num_states * target_hidden_size),
         "midlayer.hidden_norm.weight": (size,),
         "midlayer.input_layernorm.weight": (size,),
         "midlayer.self_attn.q_proj.weight": (queries, 2 * size),

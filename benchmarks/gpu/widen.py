@@ -53,7 +53,7 @@ from benchmarks.gpu.checkpoint import (
 )
 from benchmarks.gpu.sharded import TensorSpec, write_checkpoint
 from foretoken.models.config import ModelConfig, load_config, read_config_file
-from foretoken.models.draft_config import head_config, head_features
+from foretoken.models.draft_config import head_captured_layers, head_config
 from foretoken.models.tensor_shapes import tensor_shapes
 from foretoken.models.weights import Checkpoint
 
@@ -181,8 +181,8 @@ class Widening:
         out[: COPIES * self.small.hidden, : self.small.middle] = self.written(matrix)
         return out
 
-    def features(self, matrix: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
-        """Widen the first matrix of an EAGLE-3 head [hidden, features * hidden].
+    def head_input(self, matrix: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
+        """Widen the first matrix of an EAGLE-3 head [hidden, layers * hidden].
 
         No norm scales the hidden states that it reads, so it reads only the first copy of each.
         """
@@ -224,18 +224,18 @@ def split(values: torch.Tensor) -> list[torch.Tensor]:
 
 
 def place_layers(
-    num_small: int, num_wide: int, small_features: Sequence[int], wide_features: Sequence[int]
+    num_small: int, num_wide: int, small_captured: Sequence[int], wide_captured: Sequence[int]
 ) -> list[int]:
     """Return the wide layer for each small one.
 
-    The state that enters small layer ``small_features[i]`` enters wide layer ``wide_features[i]``.
+    The state that enters small layer ``small_captured[i]`` enters wide layer ``wide_captured[i]``.
 
     Raises:
-        WidenError: there are too few wide layers between two of ``wide_features``.
+        WidenError: there are too few wide layers between two of ``wide_captured``.
     """
     places: list[int] = []
-    edges = zip((0, *small_features), (0, *wide_features), strict=True)
-    ends = zip((*small_features, num_small), (*wide_features, num_wide), strict=True)
+    edges = zip((0, *small_captured), (0, *wide_captured), strict=True)
+    ends = zip((*small_captured, num_small), (*wide_captured, num_wide), strict=True)
     for (small_start, wide_start), (small_end, wide_end) in zip(edges, ends, strict=True):
         if small_end - small_start > wide_end - wide_start:
             raise WidenError(f"layers {small_start} to {small_end} do not fit between {wide_start} and {wide_end}")
@@ -252,11 +252,11 @@ def widen(
         WidenError: the shape cannot hold the model.
     """
     target = load_config(small)
-    wanted = head_features(head_config(small_head), target.num_layers)
-    features = (2, shape.num_layers // 2, shape.num_layers - 3)
-    places = place_layers(target.num_layers, shape.num_layers, wanted, features)
+    wanted = head_captured_layers(head_config(small_head), target.num_layers)
+    captured = (2, shape.num_layers // 2, shape.num_layers - 3)
+    places = place_layers(target.num_layers, shape.num_layers, wanted, captured)
     widen_target(small, output / "target", shape, places)
-    widen_head(small_head, small, output / "eagle3", shape, features, draft_vocab_size=draft_vocab_size)
+    widen_head(small_head, small, output / "eagle3", shape, captured, draft_vocab_size=draft_vocab_size)
 
 
 def widen_target(small: Path, output: Path, shape: ModelSizes, places: Sequence[int]) -> None:
@@ -283,14 +283,14 @@ def widen_head(
     small_target: Path,
     output: Path,
     shape: ModelSizes,
-    features: Sequence[int],
+    captured: Sequence[int],
     *,
     draft_vocab_size: int = DRAFT_VOCAB_SIZE,
 ) -> None:
     """Widen the EAGLE-3 head in the folder ``small``, which drafts with its target's output head.
 
     The wide head has the public layout with its own output head: the first ``draft_vocab_size``
-    rows of the wide target's. ``features``: the layers of the wide target whose inputs it reads.
+    rows of the wide target's. ``captured``: the layers of the wide target whose inputs it reads.
     """
     raw, parsed, target = read_config_file(small), head_config(small), load_config(small_target)
     body = parsed.body
@@ -305,10 +305,10 @@ def widen_head(
     wide_raw |= {"intermediate_size": shape.intermediate_size, "draft_vocab_size": draft_vocab_size}
     wide_raw["eagle_config"] = {
         # The config names hidden states by the layer that outputs them.
-        "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in features],
+        "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in captured],
         "use_aux_hidden_state": True,
     }
-    specs = head_specs(wide_raw, shape.hidden_size, len(features))
+    specs = head_specs(wide_raw, shape.hidden_size, len(captured))
     with Checkpoint(small) as checkpoint, Checkpoint(small_target) as target_checkpoint:
         maker = _HeadMaker(checkpoint, target_checkpoint, body, target, widening, specs)
         write_checkpoint(output, wide_raw, specs, maker)
@@ -399,7 +399,7 @@ class _HeadMaker(_Maker):
         if name == "lm_head.weight":
             return self._widening.output_head(output_rows(self._target_checkpoint, self._target), shape[0])
         if name == "fc.weight":
-            return self._widening.features(self._small(name), self._free(name))
+            return self._widening.head_input(self._small(name), self._free(name))
         return self._of_layer(name, name, inputs=2)
 
 

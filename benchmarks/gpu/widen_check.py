@@ -23,7 +23,7 @@ from benchmarks.gpu.checkpoint import DEMO, best_device
 from benchmarks.gpu.widen import RESERVED_ID
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import load_config
-from foretoken.models.draft_config import head_config, head_features
+from foretoken.models.draft_config import head_captured_layers, head_config
 from foretoken.models.draft_head import HostDraftHead, load_head
 from foretoken.models.draft_weights import HeadSource
 from foretoken.models.target_weights import load_target_weights
@@ -76,14 +76,14 @@ def compare(
     The small model adds ``num_tokens`` greedy tokens to each prompt; then both models compute the
     whole text. If all best ids agree, the wide model's own greedy text is the same.
     """
-    features = [head_features(head_config(head), load_config(target).num_layers)
+    captured = [head_captured_layers(head_config(head), load_config(target).num_layers)
                 for head, target in ((small_head, small), (wide / "eagle3", wide / "target"))]  # fmt: skip
     model = _load(small)
     texts = [_continued(model, prompt, num_tokens) for prompt in prompts]
-    expected = [_outputs(model, text, features[0]) for text in texts]
+    expected = [_outputs(model, text, captured[0]) for text in texts]
     del model
     model = _load(wide / "target")
-    found = [_outputs(model, text, features[1]) for text in texts]
+    found = [_outputs(model, text, captured[1]) for text in texts]
     del model
     heads = [_load_head(small_head, small), _load_head(wide / "eagle3", wide / "target")]
     vocab_size = load_config(small).vocab_size
@@ -136,10 +136,10 @@ def _continued(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 @torch.inference_mode()
-def _outputs(model: Any, text: Sequence[int], features: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits [tokens, vocab] and the hidden states that enter ``features``, side by side."""
-    out = model(torch.tensor([list(text)], device=model.device), output_hidden_states=bool(features))
-    states = [out.hidden_states[layer][0] for layer in features] or [torch.empty(len(text), 0)]
+def _outputs(model: Any, text: Sequence[int], captured: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits [tokens, vocab] and the hidden states that enter ``captured``, side by side."""
+    out = model(torch.tensor([list(text)], device=model.device), output_hidden_states=bool(captured))
+    states = [out.hidden_states[layer][0] for layer in captured] or [torch.empty(len(text), 0)]
     return out.logits[0].cpu(), torch.cat(states, dim=1).cpu()
 
 

@@ -11,7 +11,7 @@ from drafter_svc.checkpoint.token_map import check_token_map, load_token_map
 from foretoken.errors import CheckpointError, ConfigError, PreconditionError
 from foretoken.models.checkpoint_files import tensor_files, tensor_headers
 from foretoken.models.config import load_config
-from foretoken.models.draft_config import MTP_PREFIXES, HeadConfig, head_config, head_features
+from foretoken.models.draft_config import MTP_PREFIXES, HeadConfig, head_captured_layers, head_config
 from foretoken.models.head_shapes import check_head_tensors
 from foretoken.models.tensor_shapes import check_decoder
 
@@ -25,11 +25,11 @@ def check_head_folder(algorithm: str, path: Path | None, target: Path) -> None:
     """
     config = load_config(target)
     head = check_head(algorithm, path or target)
-    num_features = len(head_features(head, config.num_layers))
+    num_states = len(head_captured_layers(head, config.num_layers))
     headers = tensor_headers(path or target)
     if head.family != "mtp":
         # EAGLE reads an embedding and one hidden state, EAGLE-3 its hidden states only.
-        wanted = config.hidden_size * (2 if head.family == "eagle" else num_features)
+        wanted = config.hidden_size * (2 if head.family == "eagle" else num_states)
         name = head.stored_names["fc.weight"]
         *_, width = headers[name].shape
         if width != wanted:

@@ -30,7 +30,7 @@ from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.errors import ConfigError, PreconditionError
 from foretoken.models.backend import device_uuid
 from foretoken.models.config import ModelConfig, load_config
-from foretoken.models.draft_config import head_features
+from foretoken.models.draft_config import head_captured_layers
 from foretoken.models.draft_head import HostDraftHead, load_head
 from foretoken.models.draft_weights import HeadSource
 from foretoken.models.target_weights import TargetWeights, load_target_weights
@@ -110,9 +110,9 @@ class HeadDrafter(ModelDrafter):
         with _as_refusals():
             path, config = self._folders(target)
             head = check_head(self.algorithm, path)
-            features = head_features(head, config.num_layers)
+            captured_layers = head_captured_layers(head, config.num_layers)
         return DrafterNeeds(
-            features=features,
+            captured_layers=captured_layers,
             num_rerun=1,
             blocks=True,
             weights=True,

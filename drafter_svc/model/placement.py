@@ -41,9 +41,9 @@ class LaunchedModel(DraftModel, Protocol):
     def launch(
         self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int
     ) -> PassOutput: ...
-    def extend(self, arrays: DeviceArrays, features: torch.Tensor) -> PassOutput: ...
+    def extend(self, arrays: DeviceArrays, hidden: torch.Tensor) -> PassOutput: ...
     def upload(self, batch: ForwardBatch) -> DeviceArrays: ...
-    def write_prompt(self, arrays: DeviceArrays, features: torch.Tensor) -> None: ...
+    def write_prompt(self, arrays: DeviceArrays, hidden: torch.Tensor) -> None: ...
 
 
 class ModelPlacement(NamedTuple):
@@ -145,7 +145,7 @@ class ModelPlacement(NamedTuple):
         rows = 1 << (min(PASS_ROWS, _WARM_ROWS, target.max_model_len).bit_length() - 1)
         while True:
             batch = scratch_batch(rows, target)
-            output = model.forward(batch, np.zeros((rows, model.feature_width), np.float32), from_target=True)
+            output = model.forward(batch, np.zeros((rows, model.hidden_width), np.float32), from_target=True)
             if rows == 1:
                 return output
             rows //= 2

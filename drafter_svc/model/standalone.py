@@ -68,7 +68,7 @@ class StandaloneModel:
 
     num_depths = 1
     hidden_size = 0
-    feature_width = 0
+    hidden_width = 0
     target_ids: NDArray[np.int32] | None = None
     write_entries = None
 
@@ -100,13 +100,13 @@ class DeviceStandaloneModel(StandaloneModel):
     def launch(self, arrays: DeviceArrays, hidden: torch.Tensor, sources: torch.Tensor, *, depth: int) -> HeadOutput:
         return HeadOutput(self._llama.launch(arrays), self._no_hidden)
 
-    def extend(self, arrays: DeviceArrays, features: torch.Tensor) -> HeadOutput:
+    def extend(self, arrays: DeviceArrays, hidden: torch.Tensor) -> HeadOutput:
         return HeadOutput(self._llama.launch(arrays), self._no_hidden)
 
     def upload(self, batch: ForwardBatch) -> DeviceArrays:
         return self._llama.upload(batch)
 
-    def write_prompt(self, arrays: DeviceArrays, features: torch.Tensor) -> None:
+    def write_prompt(self, arrays: DeviceArrays, hidden: torch.Tensor) -> None:
         self._llama.launch(arrays)
 
 
@@ -177,7 +177,7 @@ class StandaloneDrafter(ModelDrafter):
 
             model = DeviceStandaloneModel(DeviceLlama(config, self._weights, cache, num_positions, sizes))
             growth = placement.growth_maker(model, target, sizes)
-        rows = DraftRows(target, first_position=0, needs_features=False)
+        rows = DraftRows(target, first_position=0, needs_hidden=False)
         self._begin(DraftPasses(model, target, rows, budget=PREFILL_TOKENS, coupled=self._coupled, make_growth=growth))
 
 

@@ -57,14 +57,14 @@ COUPLING_SCALE = 0.8
 class DraftModel(Protocol):
     """A draft model as passes use it: foretoken.models.draft_head.DraftHead, or a StandaloneModel.
 
-    ``hidden_size`` and ``feature_width`` are 0 for a model that reads tokens only.
+    ``hidden_size`` and ``hidden_width`` are 0 for a model that reads tokens only.
     ``write_entries`` writes the KV entries of KV-only rows from the target's hidden states; None if
     only ``forward`` can.
     """
 
     num_depths: int
     hidden_size: int
-    feature_width: int
+    hidden_width: int
     draft_vocab_size: int
     target_ids: NDArray[np.int32] | None
 
@@ -121,7 +121,7 @@ class DraftPasses:
         scale = COUPLING_SCALE if coupled else 0.0
         self._growth = make_growth(scale)
         self._all_rows = np.arange(max_rows, dtype=np.int32)
-        self._features = np.zeros((PASS_ROWS, model.feature_width), np.float32)
+        self._hidden = np.zeros((PASS_ROWS, model.hidden_width), np.float32)
         self._no_masks = np.zeros((PASS_ROWS, 1), np.uint64)
         # For each module but the last and each block: the output at the block's last written KV
         # slot. The next module reads it with the token of the next slot.
@@ -273,7 +273,7 @@ class DraftPasses:
         slots = self._slots(seqs, positions)
         logit_rows = np.array(ends, np.int32)
         batch = self._batch(tokens, positions, slots, seqs, positions + 1, self._no_masks[:used], logit_rows)
-        features = self._gather_features(request, pieces, used)
+        hidden = self._gather_hidden(request, pieces, used)
         self.figures.extend_tokens += used
         write_entries = self._model.write_entries
         if write_entries is not None and used - len(ends) >= self._entry_rows:
@@ -281,12 +281,12 @@ class DraftPasses:
             is_end = np.zeros(used, np.bool_)
             is_end[ends] = True
             others = np.flatnonzero(~is_end)
-            write_entries(self._select(batch, others), features[others])
+            write_entries(self._select(batch, others), hidden[others])
             if not ends:
                 return
             batch = self._select(batch, logit_rows, logit_rows=self._all_rows[: len(ends)])
-            features, ends = features[logit_rows], list(range(len(ends)))
-        output = self._model.forward(batch, features, from_target=True)
+            hidden, ends = hidden[logit_rows], list(range(len(ends)))
+        output = self._model.forward(batch, hidden, from_target=True)
         if rows:
             self._growth.offer_roots(output, np.array(rows, np.int32), ends, len(drafted))
             drafted += rows
@@ -302,18 +302,18 @@ class DraftPasses:
         self.figures.window_rows += int(self._context_starts[row] > self._rows.first_position)
         return True
 
-    def _gather_features(self, request: DraftRequest, pieces: list[_PassPiece], used: int) -> Float32:
-        if not self._model.feature_width:
-            return self._features[:used]
-        if request.hidden.shape[1:] != (self._model.feature_width,):
-            raise ValueError(f"hidden states of {request.hidden.shape[1:]}, expected {self._model.feature_width} wide")
-        firsts = [extension.first_feature + start - extension.start for extension, start, _, _ in pieces]
+    def _gather_hidden(self, request: DraftRequest, pieces: list[_PassPiece], used: int) -> Float32:
+        if not self._model.hidden_width:
+            return self._hidden[:used]
+        if request.hidden.shape[1:] != (self._model.hidden_width,):
+            raise ValueError(f"hidden states of {request.hidden.shape[1:]}, expected {self._model.hidden_width} wide")
+        firsts = [extension.first_hidden + start - extension.start for extension, start, _, _ in pieces]
         if all(first - piece.first == firsts[0] for first, piece in zip(firsts, pieces, strict=True)):
             # As in most requests: the hidden states of all rows are in the order of the pieces.
             return request.hidden[firsts[0] : firsts[0] + used]
         for first, (_, start, stop, at) in zip(firsts, pieces, strict=True):
-            self._features[at : at + stop - start] = request.hidden[first : first + stop - start]
-        return self._features[:used]
+            self._hidden[at : at + stop - start] = request.hidden[first : first + stop - start]
+        return self._hidden[:used]
 
     def _run_deeper(self, batch: ForwardBatch, outputs: Float32, pieces: list[_PassPiece]) -> None:
         """Extend the modules after the first; each reads the module before, one slot earlier."""

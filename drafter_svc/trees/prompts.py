@@ -19,12 +19,12 @@ class PromptPass(NamedTuple):
 
     Attributes:
         batch: its rows.
-        first_feature: the first row's hidden state, by its row in device memory; those of the other
+        first_hidden: the first row's hidden state, by its row in device memory; those of the other
             rows follow it.
     """
 
     batch: ForwardBatch
-    first_feature: int
+    first_hidden: int
 
 
 class PromptPasses(NamedTuple):
@@ -45,12 +45,12 @@ class _Piece(NamedTuple):
     stop: int
 
     @property
-    def first_feature(self) -> int:
-        return self.extension.first_feature + self.start - self.extension.start
+    def first_hidden(self) -> int:
+        return self.extension.first_hidden + self.start - self.extension.start
 
     @property
-    def last_feature(self) -> int:
-        return self.first_feature + self.stop - self.start
+    def last_hidden(self) -> int:
+        return self.first_hidden + self.stop - self.start
 
 
 class PromptRows:
@@ -86,8 +86,8 @@ class PromptRows:
             start, table = extension.start, extension.sequence.table
             num_blocks = self._rows.num_blocks(extension.stop)
             written = table[start // size : num_blocks].tolist()
-            follows = pieces[-1].last_feature if pieces else 0
-            is_apart = self._rows.needs_features and follows != extension.first_feature
+            follows = pieces[-1].last_hidden if pieces else 0
+            is_apart = self._rows.needs_hidden and follows != extension.first_hidden
             if pieces and (is_apart or not held.isdisjoint(written)):
                 yield pieces
                 pieces, used, held = [], 0, set()
@@ -129,7 +129,7 @@ class PromptRows:
             logit_rows=np.empty(0, np.int32),
             context_starts=np.array([piece.extension.sequence.valid_start for piece in pieces], np.int32),
         )
-        return PromptPass(batch, pieces[0].first_feature)
+        return PromptPass(batch, pieces[0].first_hidden)
 
 
 def _prompt_rows(request: DraftRequest) -> list[SentRow]:
@@ -139,6 +139,6 @@ def _prompt_rows(request: DraftRequest) -> list[SentRow]:
     counts = request.device_hidden[step.num_batch_rows :].tolist()
     first, rows = step.prompt_start, []
     for sent, count in zip(sent_rows(request, step.num_batch_rows), counts, strict=True):
-        rows.append(sent._replace(max_nodes=1, first_feature=first, num_features=count))
+        rows.append(sent._replace(max_nodes=1, first_hidden=first, num_hidden=count))
         first += count
     return rows

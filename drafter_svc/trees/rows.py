@@ -71,8 +71,8 @@ class DraftSequence:
 class SentRow(NamedTuple):
     """A row of a request as plain numbers; reading columns one by one is slow.
 
-    ``first_feature``: index of its first hidden states in ``DraftRequest.hidden``; it has
-    ``num_features``.
+    ``first_hidden``: index of its first hidden states in ``DraftRequest.hidden``; it has
+    ``num_hidden``.
     """
 
     row: int
@@ -83,8 +83,8 @@ class SentRow(NamedTuple):
     max_nodes: int
     tokens: list[int]
     block_ids: list[int]
-    first_feature: int
-    num_features: int
+    first_hidden: int
+    num_hidden: int
 
 
 def sent_rows(request: DraftRequest, first: int = 0) -> list[SentRow]:
@@ -115,14 +115,14 @@ def sent_rows(request: DraftRequest, first: int = 0) -> list[SentRow]:
 class Extension(NamedTuple):
     """KV entries to write: slots [start, stop) of a sequence, for row ``row`` of the request.
 
-    ``first_feature``: index of the hidden states for token ``start`` in ``DraftRequest.hidden``.
+    ``first_hidden``: index of the hidden states for token ``start`` in ``DraftRequest.hidden``.
     """
 
     row: int
     sequence: DraftSequence
     start: int
     stop: int
-    first_feature: int
+    first_hidden: int
 
 
 class DraftRows:
@@ -132,16 +132,16 @@ class DraftRows:
         first_position: the first KV slot that has an entry; 1 for a head.
         num_depths: number of modules, each fed by the one before; module j has no entry in the
             first j slots of a valid range.
-        needs_features: whether an entry can be written only from the target's hidden states.
+        needs_hidden: whether an entry can be written only from the target's hidden states.
     """
 
     def __init__(
-        self, target: TargetInfo, *, first_position: int, num_depths: int = 1, needs_features: bool = True
+        self, target: TargetInfo, *, first_position: int, num_depths: int = 1, needs_hidden: bool = True
     ) -> None:
         self._target = target
         self.first_position = first_position
         self._lag = num_depths - 1
-        self.needs_features = needs_features
+        self.needs_hidden = needs_hidden
         num_blocks = -(-target.max_model_len // target.block_size)
         self._capacity = (target.max_model_len, num_blocks)
         # For each slot the newest sequence and the one before, whose last tokens may arrive in
@@ -210,7 +210,7 @@ class DraftRows:
         first_block = start // self._target.block_size
         sequence.table[first_block : first_block + len(sent.block_ids)] = sent.block_ids
         sequence.length = length
-        self._accept_blocks(sequence, length - sent.num_features)
+        self._accept_blocks(sequence, length - sent.num_hidden)
         return sequence
 
     def find(self, slot: int, generation: int, salt: int) -> DraftSequence | None:
@@ -291,10 +291,10 @@ class DraftRows:
         in_vocabulary = not tokens or (min(tokens) >= 0 and max(tokens) < target.vocab_size)
         return in_vocabulary and (not blocks or (min(blocks) >= 0 and max(blocks) < target.num_blocks))
 
-    def _accept_blocks(self, sequence: DraftSequence, first_featured: int) -> None:
+    def _accept_blocks(self, sequence: DraftSequence, first_with_hidden: int) -> None:
         """Key the blocks that are now whole; add those that the cache holds to the valid range.
 
-        A head writes the entries from ``first_featured`` on itself, so only earlier blocks are
+        A head writes the entries from ``first_with_hidden`` on itself, so only earlier blocks are
         looked up.
         """
         if sequence.sent_start > 0:
@@ -305,12 +305,12 @@ class DraftRows:
             before = sequence.keys[-1] if sequence.keys else sequence.salt.to_bytes(8, "little")
             content = before + sequence.tokens[low:high].tobytes()
             sequence.keys.append(hashlib.blake2b(content, digest_size=_KEY_BYTES).digest())
-            can_write = self.needs_features and low >= first_featured
+            can_write = self.needs_hidden and low >= first_with_hidden
             if can_write or self._block_keys[sequence.table[block]] != sequence.keys[block]:
                 continue
             if sequence.valid_end == max(low, self.first_position):
                 sequence.valid_end = high
-            elif sequence.valid_end < low and self.needs_features:
+            elif sequence.valid_end < low and self.needs_hidden:
                 sequence.valid_start, sequence.valid_end = low, high
 
     def extend(self, sent: SentRow, sequence: DraftSequence, budget: int) -> Extension | None:
@@ -319,10 +319,10 @@ class DraftRows:
         Returns None if there are none. A draft model writes the last token's entry again if that is
         the only way to its logits.
         """
-        num_features, first = 0, 0
-        if self.needs_features:
-            first, num_features = sent.first_feature, sent.num_features
-            start = max(sequence.length - num_features, sequence.sent_start, self.first_position)
+        num_hidden, first = 0, 0
+        if self.needs_hidden:
+            first, num_hidden = sent.first_hidden, sent.num_hidden
+            start = max(sequence.length - num_hidden, sequence.sent_start, self.first_position)
             if sequence.valid_end < start < sequence.length:
                 sequence.valid_start = sequence.valid_end = start
             elif sequence.valid_end < start:
@@ -330,14 +330,14 @@ class DraftRows:
         start = sequence.valid_end
         if self._lost_block(sequence, start):
             return None
-        if start == sequence.length > sequence.valid_start and not self.needs_features and sent.max_nodes > 1:
+        if start == sequence.length > sequence.valid_start and not self.needs_hidden and sent.max_nodes > 1:
             start -= 1
         stop = min(sequence.length, start + budget)
         if start >= stop:
             return None
         self._mark_written(sequence, start, stop)
         sequence.valid_end = max(stop, sequence.valid_end)
-        return Extension(sent.row, sequence, start, stop, first + num_features - (sequence.length - start))
+        return Extension(sent.row, sequence, start, stop, first + num_hidden - (sequence.length - start))
 
     def _lost_block(self, sequence: DraftSequence, start: int) -> bool:
         """Return whether another sequence wrote to this one's last block: this one had ended."""

@@ -48,14 +48,14 @@ class DeviceDraftHead(DraftHead[DeviceProgram]):
         self._passes.launch(self._program(depth, from_target=False), arrays)
         return self._output(len(arrays.token_ids), len(arrays.token_ids))
 
-    def extend(self, arrays: DeviceArrays, features: torch.Tensor) -> HeadOutput:
+    def extend(self, arrays: DeviceArrays, hidden: torch.Tensor) -> HeadOutput:
         """Launch the first module's pass over new tokens, as ``forward`` does with the target's
         hidden states.
 
-        ``features``: bfloat16, float16 or float32 [rows, feature_width] on the GPU.
+        ``hidden``: bfloat16, float16 or float32 [rows, hidden_width] on the GPU.
         """
         loaded = self._program(0, from_target=True)
-        self._passes.gather_given(features)
+        self._passes.gather_given(hidden)
         self._passes.launch(loaded, arrays)
         return self._output(len(arrays.logit_rows), len(arrays.token_ids))
 
@@ -63,14 +63,14 @@ class DeviceDraftHead(DraftHead[DeviceProgram]):
         """As DevicePass.upload."""
         return self._passes.upload(batch)
 
-    def write_prompt(self, arrays: DeviceArrays, features: torch.Tensor) -> None:
+    def write_prompt(self, arrays: DeviceArrays, hidden: torch.Tensor) -> None:
         """Launch a pass that writes the first module's KV entries, and gives no logits.
 
-        ``features``: as for ``extend``.
+        ``hidden``: as for ``extend``.
         """
         # Loading it may make room for what is given.
         loaded = self._entry_program()
-        self._passes.gather_given(features)
+        self._passes.gather_given(hidden)
         self._passes.launch(loaded, arrays)
 
     def _entry_program(self) -> DeviceProgram:

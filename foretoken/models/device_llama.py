@@ -30,14 +30,15 @@ class OverlapPass(NamedTuple):
         generation: of the buffers; a graph is only valid for the generation that it was captured
             with.
         logits: float32 [wanted, vocab_size], after a launch.
-        features: [rows, captured * hidden_size], after a launch; None if no hidden states are kept.
+        hidden_states: [rows, captured * hidden_size], after a launch; None if no hidden states are
+            kept.
     """
 
     batch: DeviceBatch
     launch: Callable[[], None]
     generation: int
     logits: torch.Tensor
-    features: torch.Tensor | None
+    hidden_states: torch.Tensor | None
 
 
 class DeviceLlama(Llama[DeviceProgram]):
@@ -90,30 +91,30 @@ class DeviceLlama(Llama[DeviceProgram]):
         return self._passes.most_prompt_rows
 
     def overlap_pass(
-        self, features: tuple[int, ...], rows: int, seqs: int, max_seq_rows: int, blocks: int
+        self, captured_layers: tuple[int, ...], rows: int, seqs: int, max_seq_rows: int, blocks: int
     ) -> OverlapPass:
         """Return a pass over batches of these sizes, which kernels fill on the device.
 
-        ``features``: as for ``forward``. Raises ValueError for more than the largest pass.
+        ``captured_layers``: as for ``forward``. Raises ValueError for more than the largest pass.
         """
         return self._overlap_pass(
-            self._loaded(features), self._passes.batch_of(rows, seqs, max_seq_rows, blocks), features
+            self._loaded(captured_layers), self._passes.batch_of(rows, seqs, max_seq_rows, blocks), captured_layers
         )
 
-    def joined_pass(self, features: tuple[int, ...], shape: BatchShape) -> OverlapPass:
+    def joined_pass(self, captured_layers: tuple[int, ...], shape: BatchShape) -> OverlapPass:
         """Return a pass whose first rows kernels fill, as above, and whose other rows are prompts'.
 
         Raises ValueError for more than the largest pass.
         """
-        loaded = self._loaded(features, wants_few=self._end_before_last_layer(features))
-        return self._overlap_pass(loaded, self._passes.joined_batch(shape), features)
+        loaded = self._loaded(captured_layers, wants_few=self._end_before_last_layer(captured_layers))
+        return self._overlap_pass(loaded, self._passes.joined_batch(shape), captured_layers)
 
-    def _overlap_pass(self, loaded: DeviceProgram, batch: DeviceBatch, features: tuple[int, ...]) -> OverlapPass:
-        arrays, width = batch.arrays, len(features) * self.config.hidden_size
+    def _overlap_pass(self, loaded: DeviceProgram, batch: DeviceBatch, captured_layers: tuple[int, ...]) -> OverlapPass:
+        arrays, width = batch.arrays, len(captured_layers) * self.config.hidden_size
         return OverlapPass(
             batch,
             lambda: self._passes.launch(loaded, arrays),
             self._passes.generation,
             self._passes.buffer(kernel.LOGITS, len(arrays.logit_rows), self.config.vocab_size),
-            self._passes.buffer(kernel.FEATURES, len(arrays.token_ids), width) if width else None,
+            self._passes.buffer(kernel.CAPTURED, len(arrays.token_ids), width) if width else None,
         )

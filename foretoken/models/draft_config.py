@@ -34,7 +34,7 @@ _MTP_NAMES: tuple[tuple[Layout, str, str], ...] = (
 )
 MTP_PREFIXES = tuple(prefix for _, prefix, _ in _MTP_NAMES)
 _HEAD_MODEL_TYPES = ("llama", "llama4_text", "mistral", "qwen2", "qwen3")
-_DEFAULT_NUM_FEATURES = 3
+_DEFAULT_NUM_LAYERS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ def head_config(path: Path) -> HeadConfig:
     return HeadConfig(layout="eagle", body=_body(raw, path, stored), num_depths=1, stored_names=stored)
 
 
-def head_features(config: HeadConfig, num_target_layers: int) -> tuple[int, ...]:
-    """Return the target's hidden states that the head is fed, as in DrafterNeeds.features.
+def head_captured_layers(config: HeadConfig, num_target_layers: int) -> tuple[int, ...]:
+    """Return the target's hidden states that the head is fed, as in DrafterNeeds.captured_layers.
 
     Raises:
         ConfigError: the target has no such layer.
@@ -152,8 +152,8 @@ def _eagle3_config(raw: dict[str, Any], path: Path, stored: dict[str, str]) -> H
     # SafeAILab's ids name a layer's output, which enters the layer after it. speculators counts as
     # vLLM does: an id names the input of the layer.
     layers = None if ids is None else tuple(i if "speculators_model_type" in raw else i + 1 for i in ids)
-    number = settings.get("num_aux_hidden_states", len(layers) if layers else _DEFAULT_NUM_FEATURES)
-    if number != (len(layers) if layers else _DEFAULT_NUM_FEATURES):
+    number = settings.get("num_aux_hidden_states", len(layers) if layers else _DEFAULT_NUM_LAYERS)
+    if number != (len(layers) if layers else _DEFAULT_NUM_LAYERS):
         raise ConfigError(f"{path / 'config.json'}: num_aux_hidden_states {number} without the layers' ids")
     for flag, tensor in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
         if settings.get(flag) and tensor not in stored:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from foretoken.kv_cache import KVCache
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import ModelConfig
-from foretoken.models.draft_config import HeadConfig, head_config, head_features
+from foretoken.models.draft_config import HeadConfig, head_captured_layers, head_config
 from foretoken.models.draft_weights import HeadSource, HeadWeights, load_head_weights
 from foretoken.models.executor import Executor, Loaded
 from foretoken.models.forward_pass import ForwardPass, LoadedProgram
@@ -68,9 +68,10 @@ class DraftHead(Generic[Loaded]):
     """One draft head and the executor that runs it. Only one thread at a time may use it.
 
     Attributes:
-        features: the target's hidden states that it is fed, as in DrafterNeeds.features.
+        captured_layers: the target's hidden states that it is fed, as in
+            DrafterNeeds.captured_layers.
         num_depths: 1: one module, applied recurrently; more: module d drafts depth d.
-        feature_width: ``len(features)`` times the target's hidden size.
+        hidden_width: ``len(captured_layers)`` times the target's hidden size.
         target_ids: int32 [draft_vocab_size]; the target's id of each draft id; None: the ids are
             the same.
         num_bytes: size of the weights that are not the target's.
@@ -80,17 +81,17 @@ class DraftHead(Generic[Loaded]):
         config, weights = head.config, head.weights
         self.config = config
         self.family: Literal["eagle", "eagle3", "mtp"] = config.family
-        self.features = head_features(config, head.target_config.num_layers)
+        self.captured_layers = head_captured_layers(config, head.target_config.num_layers)
         self.num_depths = config.num_depths
         self.hidden_size = config.body.hidden_size
-        self.feature_width = len(self.features) * head.target_config.hidden_size
+        self.hidden_width = len(self.captured_layers) * head.target_config.hidden_size
         self.draft_vocab_size = weights.draft_vocab_size
         self.target_ids = weights.target_ids
         self.num_bytes = weights.num_bytes
         self.cache = head.cache
         self._executor = executor
         self._num_layers = sum(len(module.layers) for module in weights.modules)
-        self._programs = HeadPrograms(config, weights, self.feature_width)
+        self._programs = HeadPrograms(config, weights, self.hidden_width)
         self._loaded: dict[tuple[int, bool], Loaded] = {}
         self._kv_only: Loaded | None = None
 
@@ -102,7 +103,7 @@ class DraftHead(Generic[Loaded]):
 
         Args:
             batch: ``token_ids`` are the target's.
-            hidden: float32 [rows, feature_width] of the target, or [rows, hidden_size] of an
+            hidden: float32 [rows, hidden_width] of the target, or [rows, hidden_size] of an
                 earlier call.
             from_target: whether ``hidden`` is the target's.
 
@@ -112,7 +113,7 @@ class DraftHead(Generic[Loaded]):
         """
         if not 0 <= depth < self.num_depths:
             raise ValueError(f"there is no module {depth} in a head of {self.num_depths}")
-        self._check_hidden(batch, hidden, self.feature_width if from_target else self.hidden_size)
+        self._check_hidden(batch, hidden, self.hidden_width if from_target else self.hidden_size)
         self._executor.run(self._program(depth, from_target=from_target), batch, hidden)
         return self._output(len(batch.logit_rows), batch.num_rows)
 
@@ -120,14 +121,14 @@ class DraftHead(Generic[Loaded]):
     def write_entries(self) -> Callable[[ForwardBatch, NDArray[np.float32]], None] | None:
         """A pass that only writes KV entries, at half the work of ``forward``.
 
-        It takes a batch without logit rows and float32 [rows, feature_width] of the target, and
+        It takes a batch without logit rows and float32 [rows, hidden_width] of the target, and
         raises ValueError as ``forward`` does. None for a head of several layers, whose deeper KV
         entries depend on the layers before.
         """
         return self._write_entries if self._num_layers == 1 else None
 
     def _write_entries(self, batch: ForwardBatch, hidden: NDArray[np.float32]) -> None:
-        self._check_hidden(batch, hidden, self.feature_width)
+        self._check_hidden(batch, hidden, self.hidden_width)
         self._executor.run(self._kv_only_program(), batch, hidden)
 
     def _kv_only_program(self) -> Loaded:

@@ -14,7 +14,7 @@ from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models.backend import CPU, Backend
 from foretoken.models.config import ModelConfig
 from foretoken.models.decoder_weights import LayerWeights, TensorReader, load_layer
-from foretoken.models.draft_config import HeadConfig, head_features
+from foretoken.models.draft_config import HeadConfig, head_captured_layers
 from foretoken.models.head_shapes import check_head_tensors, reads_embedding
 from foretoken.models.target_weights import TargetWeights, load_target_weights
 from foretoken.models.weight_layout import weight_layout
@@ -32,14 +32,14 @@ class ModuleWeights:
     Attributes:
         joint: for EAGLE-3 from the target's hidden states to the head's size; for others from both
             inputs side by side.
-        feature_norms: one for each of the target's hidden states, or a single one over all of them.
+        hidden_norms: one for each of the target's hidden states, or a single one over all of them.
     """
 
     joint: torch.Tensor
     joint_bias: torch.Tensor
     embedding_norm: torch.Tensor
     hidden_norm: torch.Tensor
-    feature_norms: tuple[torch.Tensor, ...]
+    hidden_norms: tuple[torch.Tensor, ...]
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
 
@@ -48,7 +48,7 @@ class ModuleWeights:
             value = getattr(self, field.name)
             if isinstance(value, torch.Tensor):
                 yield value
-        yield from self.feature_norms
+        yield from self.hidden_norms
         for layer in self.layers:
             yield from layer.tensors()
 
@@ -175,7 +175,7 @@ class _HeadLoader:
     def __init__(self, source: HeadSource, checkpoint: Checkpoint, config: HeadConfig) -> None:
         self._path, self._checkpoint, self._config = source.path, checkpoint, config
         self._target = source.target_config
-        self._num_features = len(head_features(config, self._target.num_layers))
+        self._num_states = len(head_captured_layers(config, self._target.num_layers))
         self._size = config.body.hidden_size
         matrices = [name for name in config.stored_names.values() if len(checkpoint.shape(name)) == 2]
         layout = weight_layout(source.backend, source.dtype, [checkpoint.dtype(name) for name in matrices])
@@ -230,8 +230,8 @@ class _HeadLoader:
     def _vector_if_there(self, name: str, size: int) -> torch.Tensor:
         return self._reader.vector(name, size) if self._has(name) else _NONE
 
-    def _joint(self, name: str, features: int) -> torch.Tensor:
-        return self._reader.matrix(name, (self._size, features))
+    def _joint(self, name: str, width: int) -> torch.Tensor:
+        return self._reader.matrix(name, (self._size, width))
 
     def _eagle(self) -> ModuleWeights:
         body = self._config.body
@@ -251,17 +251,17 @@ class _HeadLoader:
             norm = "hidden_norm" if self._has(f"layers.{index}.hidden_norm.weight") else "input_layernorm"
             layers.append(load_layer(body, reader, f"layers.{index}", input_norm=norm))
         if self._has("input_norm.weight"):
-            norms: tuple[torch.Tensor, ...] = (reader.vector("input_norm.weight", width * self._num_features),)
+            norms: tuple[torch.Tensor, ...] = (reader.vector("input_norm.weight", width * self._num_states),)
         elif self._has("fc_norm.0.weight"):
-            norms = tuple(reader.vector(f"fc_norm.{i}.weight", width) for i in range(self._num_features))
+            norms = tuple(reader.vector(f"fc_norm.{i}.weight", width) for i in range(self._num_states))
         else:
             norms = ()
         return ModuleWeights(
-            joint=self._joint("fc.weight", width * self._num_features),
+            joint=self._joint("fc.weight", width * self._num_states),
             joint_bias=self._vector_if_there("fc.bias", size),
             embedding_norm=reader.vector("layers.0.input_layernorm.weight", size),
             hidden_norm=reader.vector("layers.0.hidden_norm.weight", size),
-            feature_norms=norms,
+            hidden_norms=norms,
             layers=tuple(layers),
             final_norm=reader.vector("norm.weight", size),
         )
@@ -273,7 +273,7 @@ class _HeadLoader:
             joint_bias=_NONE,
             embedding_norm=reader.vector(f"{prefix}.token_layernorm.weight", size),
             hidden_norm=reader.vector(f"{prefix}.hidden_layernorm.weight", size),
-            feature_norms=(),
+            hidden_norms=(),
             layers=(load_layer(self._config.body, reader, prefix),),
             final_norm=reader.vector(f"{prefix}.final_layernorm.weight", size),
         )
@@ -285,7 +285,7 @@ class _HeadLoader:
             joint_bias=_NONE,
             embedding_norm=reader.vector("mtp.pre_fc_norm_embedding.weight", size),
             hidden_norm=reader.vector("mtp.pre_fc_norm_hidden.weight", size),
-            feature_norms=(),
+            hidden_norms=(),
             layers=(load_layer(self._config.body, reader, f"mtp.layers.{depth}"),),
             final_norm=reader.vector("mtp.norm.weight", size),
         )

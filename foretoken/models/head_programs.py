@@ -19,15 +19,15 @@ class HeadPrograms:
     """Builds the programs of one draft head.
 
     Args:
-        feature_width: elements of the target's hidden states that one row is fed.
+        hidden_width: elements of the target's hidden states that one row is fed.
 
     Attributes:
         output: the buffer with the hidden state that the next recurrent pass is fed.
     """
 
-    def __init__(self, config: HeadConfig, weights: HeadWeights, feature_width: int) -> None:
+    def __init__(self, config: HeadConfig, weights: HeadWeights, hidden_width: int) -> None:
         self._config, self._weights = config, weights
-        self._family, self._size, self._feature_width = config.family, config.body.hidden_size, feature_width
+        self._family, self._size, self._hidden_width = config.family, config.body.hidden_size, hidden_width
         is_normed = config.family == "mtp" or config.norm_output
         self.output = Columns(kernel.OUTPUT if is_normed else kernel.HIDDEN, self._size)
 
@@ -85,8 +85,8 @@ class HeadPrograms:
         self._embed(program, embedded)
         program.norm(embedded, module.embedding_norm, Columns(kernel.NORMED, size, 0, 2 * size))
         if from_target:
-            self._normed_features(program, module)
-            self._joint(program, module, Columns(kernel.EMBEDDED, self._feature_width))
+            self._normed_hidden(program, module)
+            self._joint(program, module, Columns(kernel.EMBEDDED, self._hidden_width))
         else:
             program.copy(Columns(kernel.GIVEN, size), hidden)
         normed_hidden = Columns(kernel.NORMED, size, size, 2 * size)
@@ -94,10 +94,10 @@ class HeadPrograms:
         if self._config.norm_before_residual:
             program.copy(normed_hidden, hidden)
 
-    def _normed_features(self, program: Program, module: ModuleWeights) -> None:
+    def _normed_hidden(self, program: Program, module: ModuleWeights) -> None:
         """Copy the target's hidden states to EMBEDDED, through their norms if there are any."""
-        total = self._feature_width
-        norms = module.feature_norms
+        total = self._hidden_width
+        norms = module.hidden_norms
         if not norms:
             program.copy(Columns(kernel.GIVEN, total), Columns(kernel.EMBEDDED, total))
         width = total // max(len(norms), 1)
@@ -123,8 +123,10 @@ class HeadPrograms:
                 program.norm(hidden, layer.input_norm, normed)
             elif not is_joined:
                 program.copy(hidden, normed)
-            features = 2 * size if is_joined else size
-            shape = LayerShape(size, body.intermediate_size, body.num_heads, body.num_kv_heads, body.head_dim, features)
+            input_size = 2 * size if is_joined else size
+            shape = LayerShape(
+                size, body.intermediate_size, body.num_heads, body.num_kv_heads, body.head_dim, input_size
+            )
             add = program.kv_entries if kv_only else program.layer
             add(shape, Attention(first_plane + index, layer))
 

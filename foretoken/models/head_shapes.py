@@ -11,7 +11,7 @@ from pathlib import Path
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models.checkpoint_files import TensorHeader
 from foretoken.models.config import ModelConfig
-from foretoken.models.draft_config import HeadConfig, head_features
+from foretoken.models.draft_config import HeadConfig, head_captured_layers
 from foretoken.models.tensor_shapes import Shapes, check_tensors, layer_shapes
 
 INTEGER_TYPES = ("I64", "I32")
@@ -90,17 +90,17 @@ def _eagle3(path: Path, head: HeadConfig, target: ModelConfig) -> Shapes:
     width = head.target_hidden_size or target.hidden_size
     if width != target.hidden_size:
         raise ConfigError(f"{path}: target_hidden_size {width} does not match a target of {target.hidden_size}")
-    num_features = len(head_features(head, target.num_layers))
-    shapes: Shapes = {"fc.weight": (size, width * num_features)} | _if_stored(head, "fc.bias", size)
+    num_states = len(head_captured_layers(head, target.num_layers))
+    shapes: Shapes = {"fc.weight": (size, width * num_states)} | _if_stored(head, "fc.bias", size)
     shapes |= {f"layers.0.{name}.weight": (size,) for name in ("input_layernorm", "hidden_norm")}
     shapes |= layer_shapes(body, "layers.0", qkv_features=2 * size, input_norm="")
     for index in range(1, body.num_layers):
         norm = "hidden_norm" if f"layers.{index}.hidden_norm.weight" in stored else "input_layernorm"
         shapes |= layer_shapes(body, f"layers.{index}", input_norm=norm)
     if "input_norm.weight" in stored:
-        shapes["input_norm.weight"] = (width * num_features,)
+        shapes["input_norm.weight"] = (width * num_states,)
     elif "fc_norm.0.weight" in stored:
-        shapes |= {f"fc_norm.{index}.weight": (width,) for index in range(num_features)}
+        shapes |= {f"fc_norm.{index}.weight": (width,) for index in range(num_states)}
     shapes["norm.weight"] = (size,)
     if reads_embedding(head, target):
         shapes["embed_tokens.weight"] = (target.vocab_size, size)

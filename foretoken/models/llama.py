@@ -34,18 +34,18 @@ class Llama(Generic[Loaded]):
         self._captured = (0, 0)
 
     @property
-    def features(self) -> torch.Tensor:
-        """The hidden states that the last pass kept, [rows, len(features) * hidden_size]; valid
-        until the next call.
+    def hidden_states(self) -> torch.Tensor:
+        """The hidden states that the last pass kept, [rows, len(captured_layers) * hidden_size];
+        valid until the next call.
 
         They are float32 on a CPU and have the cache's type on a GPU.
         """
         if 0 in self._captured:
             return torch.empty(self._captured)
-        return self._executor.buffer(kernel.FEATURES, *self._captured)
+        return self._executor.buffer(kernel.CAPTURED, *self._captured)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, captured_layers: tuple[int, ...] = ()) -> torch.Tensor:
         """Run one pass and return the logits, float32 [len(logit_rows), vocab_size]; valid until
         the next call.
 
@@ -53,44 +53,44 @@ class Llama(Generic[Loaded]):
         each other in the same pass.
 
         Args:
-            features: hidden states to keep for all rows, side by side in this order. Number l is
-                the state that enters layer l, the number of layers is the state that leaves the
-                last layer; or FINAL_NORM.
+            captured_layers: hidden states to keep for all rows, side by side in this order. Number
+                l is the state that enters layer l, the number of layers is the state that leaves
+                the last layer; or FINAL_NORM.
 
         Raises:
             ValueError: an index of the batch is out of range, or there is no such hidden state;
                 nothing was written.
         """
-        wants_few = _FEW * len(batch.logit_rows) <= batch.num_rows and self._end_before_last_layer(features)
-        self._executor.run(self._loaded(features, wants_few=wants_few), batch)
-        self._captured = (batch.num_rows, len(features) * self.config.hidden_size)
+        wants_few = _FEW * len(batch.logit_rows) <= batch.num_rows and self._end_before_last_layer(captured_layers)
+        self._executor.run(self._loaded(captured_layers, wants_few=wants_few), batch)
+        self._captured = (batch.num_rows, len(captured_layers) * self.config.hidden_size)
         return self._executor.buffer(kernel.LOGITS, len(batch.logit_rows), self.config.vocab_size)
 
-    def _end_before_last_layer(self, features: tuple[int, ...]) -> bool:
+    def _end_before_last_layer(self, captured_layers: tuple[int, ...]) -> bool:
         """Return whether no hidden state is kept that the last layer computes."""
-        return all(feature != FINAL_NORM and feature < self.config.num_layers for feature in features)
+        return all(number != FINAL_NORM and number < self.config.num_layers for number in captured_layers)
 
-    def _loaded(self, features: tuple[int, ...], *, wants_few: bool = False) -> Loaded:
-        key = features, wants_few
+    def _loaded(self, captured_layers: tuple[int, ...], *, wants_few: bool = False) -> Loaded:
+        key = captured_layers, wants_few
         if key not in self._programs:
-            self._programs[key] = self._executor.load(self._program(features, wants_few=wants_few))
+            self._programs[key] = self._executor.load(self._program(captured_layers, wants_few=wants_few))
         return self._programs[key]
 
-    def _program(self, features: tuple[int, ...], *, wants_few: bool) -> Program:
+    def _program(self, captured_layers: tuple[int, ...], *, wants_few: bool) -> Program:
         """Return the program that keeps these hidden states.
 
         ``wants_few``: the last layer computes what follows its KV entries only for rows whose logits are wanted. That
         is a copy more for each of them.
         """
         config, weights = self.config, self._weights
-        for feature in features:
-            if feature != FINAL_NORM and not 0 <= feature <= config.num_layers:
-                raise ValueError(f"there is no hidden state {feature} in a model of {config.num_layers} layers")
+        for number in captured_layers:
+            if number != FINAL_NORM and not 0 <= number <= config.num_layers:
+                raise ValueError(f"there is no hidden state {number} in a model of {config.num_layers} layers")
         size = config.hidden_size
         program, hidden, normed = Program(), Columns(kernel.HIDDEN, size), Columns(kernel.NORMED, size)
         kept: dict[int, list[Columns]] = {}
-        for i, feature in enumerate(features):
-            kept.setdefault(feature, []).append(Columns(kernel.FEATURES, size, i * size, len(features) * size))
+        for i, number in enumerate(captured_layers):
+            kept.setdefault(number, []).append(Columns(kernel.CAPTURED, size, i * size, len(captured_layers) * size))
         program.embed(weights.embedding, config.tie_word_embeddings, hidden)
         shape = LayerShape(size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim, size)
         last = config.num_layers - 1

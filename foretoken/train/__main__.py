@@ -24,7 +24,7 @@ from foretoken.train.options import ALGORITHMS, TrainOptions
 _SELF_TEXT = "self-text"
 _SUMMARIES = {
     "eagle3": "an EAGLE-3 head, by training-time test",
-    "eagle2": "an EAGLE-2 head, by feature regression",
+    "eagle2": "an EAGLE-2 head, by regression on hidden states",
     "standalone": "a small Llama with the target's tokenizer",
 }
 

@@ -28,7 +28,7 @@ _CLASS_WEIGHT = 0.1
 _MIN_LAYERS = 4
 
 
-def feature_layers(num_layers: int, asked: tuple[int, ...] | None = None) -> tuple[int, ...]:
+def captured_layers(num_layers: int, asked: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """Return the target layers whose inputs an EAGLE-3 head reads: as asked, or the usual ones.
 
     Raises ConfigError if the target has no such layer, or too few layers for the usual ones. Layer
@@ -51,12 +51,12 @@ class Eagle3Head(nn.Module):
     """
 
     def __init__(
-        self, fields: dict[str, Any], feature_size: int, draft_vocab_size: int, target_head: Tensor | None
+        self, fields: dict[str, Any], hidden_width: int, draft_vocab_size: int, target_head: Tensor | None
     ) -> None:
         """``target_head``: the target's output head, used as it is; None: train an own one."""
         super().__init__()
         config = head_config(fields)
-        self.fc = nn.Linear(feature_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(hidden_width, config.hidden_size, bias=False)
         self.midlayer = ChainLayer(config, wide=True)
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False) if target_head is None else None
@@ -132,15 +132,15 @@ class EagleRecipe:
         output: tuple[Tensor, ChainCache] = self.module.layer(embeds, hidden, cos, sin, cache, is_current)
         return output
 
-    def depths(self, tokens: Tensor, features: Tensor) -> Iterator[Tensor]:
+    def depths(self, tokens: Tensor, hidden_states: Tensor) -> Iterator[Tensor]:
         """Yield the hidden states [batch, rows, hidden_size] of each depth; each depth reads the
         output of the last.
 
-        ``tokens`` int64 [batch, at least rows + num_depths], ``features`` [batch, rows,
-        feature_size].
+        ``tokens`` int64 [batch, at least rows + num_depths], ``hidden_states`` [batch, rows,
+        hidden_width].
         """
         embeds = nn.functional.embedding(tokens, self.target.embedding_weight)
-        hidden, cache = features, None
+        hidden, cache = hidden_states, None
         for depth in range(self.num_depths):
             at = slice(depth + 1, depth + 1 + self.rows)
             hidden, cache = self._layer_step(
@@ -148,7 +148,7 @@ class EagleRecipe:
             )
             yield hidden
 
-    def _features(self, tokens: Tensor) -> Tensor:
+    def _hidden_states(self, tokens: Tensor) -> Tensor:
         raise NotImplementedError
 
     def _target_ids(self, drafted: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class EagleRecipe:
     def matches(self, tokens: Tensor) -> Tensor:
         """As ``Recipe.matches``, over the rows of a training window."""
         found: list[Tensor] = []
-        for depth, hidden in enumerate(self.depths(tokens, self._features(tokens[:, : self.rows]))):
+        for depth, hidden in enumerate(self.depths(tokens, self._hidden_states(tokens[:, : self.rows]))):
             drafted = self._target_ids(self.module.logits(hidden).argmax(-1))
             found.append(drafted == tokens[:, depth + 2 : depth + 2 + self.rows])
         return torch.stack(found, dim=1)
@@ -179,12 +179,12 @@ class Eagle3Recipe(EagleRecipe):
         self.draft_ids = most_frequent(tokens, own_size or vocab_size, vocab_size).to(device)
         self.is_draftable = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self.is_draftable[self.draft_ids] = True
-        self._layers = feature_layers(target.config.num_hidden_layers, options.feature_layers)
+        self._layers = captured_layers(target.config.num_hidden_layers, options.feature_layers)
         self._has_layer_ids = options.feature_layers is not None
         self._decay = options.step_decay
-        feature_size = len(self._layers) * target.config.hidden_size
+        hidden_width = len(self._layers) * target.config.hidden_size
         shared_head = None if own_size else target.head_weight
-        self.module = Eagle3Head(self.fields, feature_size, own_size, shared_head).to(device)
+        self.module = Eagle3Head(self.fields, hidden_width, own_size, shared_head).to(device)
         with torch.no_grad():
             if self.module.lm_head is not None:
                 self.module.lm_head.weight.copy_(target.head_weight[self.draft_ids])
@@ -201,7 +201,7 @@ class Eagle3Recipe(EagleRecipe):
         output = self.target.run(tokens, self._layers)
         label_probs, is_counted = self._labels(output.final)
         embeds = nn.functional.embedding(tokens, self.target.embedding_weight)
-        hidden = output.features[:, : self.rows]
+        hidden = output.hidden_states[:, : self.rows]
         cache: tuple[Tensor, ...] = ()
         total = torch.zeros((), device=tokens.device)
         for depth in range(self.num_depths):
@@ -248,8 +248,8 @@ class Eagle3Recipe(EagleRecipe):
         return probs, self.is_draftable[logits.argmax(-1)].float()
 
     @torch.no_grad()
-    def _features(self, tokens: Tensor) -> Tensor:
-        return self.target.run(tokens, self._layers).features
+    def _hidden_states(self, tokens: Tensor) -> Tensor:
+        return self.target.run(tokens, self._layers).hidden_states
 
     def _target_ids(self, drafted: Tensor) -> Tensor:
         return self.draft_ids[drafted]
@@ -306,7 +306,7 @@ class Eagle2Recipe(EagleRecipe):
         return nn.functional.smooth_l1_loss(predicted.float(), final.float()) + _CLASS_WEIGHT * classes
 
     @torch.no_grad()
-    def _features(self, tokens: Tensor) -> Tensor:
+    def _hidden_states(self, tokens: Tensor) -> Tensor:
         return self.target.run(tokens).final
 
     def save(self, folder: Path) -> None:

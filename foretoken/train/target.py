@@ -22,12 +22,12 @@ class TargetOutput(NamedTuple):
     """The target's hidden states for tokens [batch, length].
 
     Attributes:
-        features: [batch, length, num_layers_asked * hidden_size]; inputs of the requested layers,
-            side by side.
+        hidden_states: [batch, length, num_layers_asked * hidden_size]; inputs of the requested
+            layers, side by side.
         final: [batch, length, hidden_size]; output of the last norm, which the output head reads.
     """
 
-    features: Tensor
+    hidden_states: Tensor
     final: Tensor
 
 

@@ -223,7 +223,7 @@ _HEADER = struct.Struct(f"<8sI{len(fields(ArenaLayout))}IxxxxQ{CHALLENGE_BYTES}s
 
 
 def _hidden_width(target: TargetInfo, needs: DrafterNeeds | None) -> int:
-    return 0 if needs is None else len(needs.features) * target.hidden_size
+    return 0 if needs is None else len(needs.captured_layers) * target.hidden_size
 
 
 def _overlap_fields(target: TargetInfo, layout: OverlapLayout) -> dict[str, int]:

@@ -43,15 +43,16 @@ def target_from_proto(message: drafter_pb2.TargetInfo) -> TargetInfo:
 
 def needs_to_proto(algorithm: str, needs: DrafterNeeds) -> drafter_pb2.PrepareResponse:
     values = asdict(needs)
-    return drafter_pb2.PrepareResponse(algorithm=algorithm, resident=values.pop("overlaps"), **values)
+    features, resident = values.pop("captured_layers"), values.pop("overlaps")
+    return drafter_pb2.PrepareResponse(algorithm=algorithm, features=features, resident=resident, **values)
 
 
 def needs_from_proto(message: drafter_pb2.PrepareResponse, target: TargetInfo) -> DrafterNeeds:
     """Convert needs. Raises PreconditionError for hidden states that the target does not have."""
-    features = tuple(message.features)
-    if any(not FINAL_NORM <= feature <= target.num_layers for feature in features):
-        raise PreconditionError(f"hidden states {features} are needed; the target has {target.num_layers} layers")
-    return DrafterNeeds(features, message.num_rerun, message.blocks, message.weights, message.device, message.resident)
+    layers = tuple(message.features)
+    if any(not FINAL_NORM <= layer <= target.num_layers for layer in layers):
+        raise PreconditionError(f"hidden states {layers} are needed; the target has {target.num_layers} layers")
+    return DrafterNeeds(layers, message.num_rerun, message.blocks, message.weights, message.device, message.resident)
 
 
 def request_to_proto(request: DraftRequest) -> drafter_pb2.DraftRequest:

@@ -189,13 +189,15 @@ def advance_batch_reference(batch: BatchState, rows: StepRows, walk: WalkTensors
         results.new_tokens[batch_row, :count] = walk.tokens[batch_row, :count]
 
 
-def gather_hidden_reference(features: torch.Tensor, rows: StepRows, walk: WalkTensors, results: StepResults) -> None:
+def gather_hidden_reference(
+    hidden_states: torch.Tensor, rows: StepRows, walk: WalkTensors, results: StepResults
+) -> None:
     """Define gpu.overlap_results.gather_hidden: copy the committed tokens' hidden states."""
     most = results.new_tokens.shape[1]
     for batch_row in range(len(rows.num_nodes)):
         for i in range(int(results.counts[batch_row])):
             node = int(walk.accepted[batch_row, i - 1]) if i else 0
-            results.hidden[batch_row * most + i] = features[int(rows.row_starts[batch_row]) + node]
+            results.hidden[batch_row * most + i] = hidden_states[int(rows.row_starts[batch_row]) + node]
 
 
 def finish_step_reference(batch: BatchState, results: StepResults) -> None:

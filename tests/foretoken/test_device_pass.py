@@ -28,7 +28,7 @@ from tests.references import head_files
 
 BLOCK, NUM_BLOCKS = 4, 24
 SIZES = PassSizes(rows=40, wanted=40, seqs=4, blocks=12)
-FEATURES = (1, 2, FINAL_NORM)
+LAYERS = (1, 2, FINAL_NORM)
 
 
 def llama(
@@ -121,8 +121,8 @@ def run_both(
         def keep(
             chunk: ForwardBatch, model: HostLlama | DeviceLlama = model, results: list[torch.Tensor] = results
         ) -> None:
-            results.append(model.forward(chunk, FEATURES).float().cpu().clone())
-            results.append(model.features.float().cpu().clone())
+            results.append(model.forward(chunk, LAYERS).float().cpu().clone())
+            results.append(model.hidden_states.float().cpu().clone())
 
         text = [int(token) for token in np.arange(1, 12) * 5 % 30]
         keep(batch([prompt(text[:6], first)], [first], [0]))
@@ -166,8 +166,8 @@ def test_in_strict_mode_a_row_has_the_same_bits_in_any_batch(folder: Path, dtype
     first, second, third = [3, 7, 1], [2, 9, 5], [6, 8]
 
     def run(parts: list[dict[str, np.ndarray]], tables: list[list[int]], tree_starts: list[int]) -> list[torch.Tensor]:
-        logits = model.forward(batch(parts, tables, tree_starts), FEATURES)
-        return [logits.clone(), model.features.clone()]
+        logits = model.forward(batch(parts, tables, tree_starts), LAYERS)
+        return [logits.clone(), model.hidden_states.clone()]
 
     run([prompt(text[:3], first)], [first], [0])
     steps = [run([prompt([text[at]], first, at)], [first], [0]) for at in range(3, 7)]
@@ -192,7 +192,7 @@ def test_rows_whose_logits_nobody_wants_need_no_last_layer(folder: Path, strict:
     config, weights, cache = loaded(folder, Backend("gpu", torch.device(device)), torch.float32)
     model = DeviceLlama(config, weights, cache, 64, SIZES, strict=strict)
     cache.data.fill_(0)
-    expected, features = model.forward(whole, (1,)).clone(), model.features.clone()
+    expected, hidden_states = model.forward(whole, (1,)).clone(), model.hidden_states.clone()
     entries, ours = cache.data.clone(), host_llama(folder)
     close = {"rtol": 0, "atol": 0} if strict else {"rtol": 1e-3, "atol": 1e-4}
     for wanted in ([2, 10], []):
@@ -200,7 +200,7 @@ def test_rows_whose_logits_nobody_wants_need_no_last_layer(folder: Path, strict:
         cache.data.fill_(0)
         found = model.forward(few, (1,)).clone()
         torch.testing.assert_close(found, expected[wanted], **close)
-        torch.testing.assert_close(model.features, features, **close)
+        torch.testing.assert_close(model.hidden_states, hidden_states, **close)
         torch.testing.assert_close(cache.data, entries, **close)
         torch.testing.assert_close(found.cpu(), ours.forward(few, (1,)), rtol=1e-3, atol=1e-4)
 

@@ -30,8 +30,8 @@ TOKENS = np.arange(20) * 7 % VOCAB
 
 def extended(head: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits and hidden states of 19 entries with random inputs."""
-    features = torch.randn(19, head.feature_width, generator=torch.Generator().manual_seed(4))
-    return PagedHead(head).extend(TOKENS[1:], 1, features, from_target=True)
+    hidden_states = torch.randn(19, head.hidden_width, generator=torch.Generator().manual_seed(4))
+    return PagedHead(head).extend(TOKENS[1:], 1, hidden_states, from_target=True)
 
 
 @pytest.fixture
@@ -165,11 +165,12 @@ def test_a_number_too_large_for_float16_is_refused_by_name(
 
 
 def test_a_row_has_the_same_bits_in_any_chunk_and_on_two_threads(target: Path, eagle3: Path) -> None:
-    features = torch.randn(19, 3 * HIDDEN, generator=torch.Generator().manual_seed(4))
+    hidden_states = torch.randn(19, 3 * HIDDEN, generator=torch.Generator().manual_seed(4))
     expected = extended(load(eagle3, target))
     ours = PagedHead(load(eagle3, target, num_threads=2))
     parts = [
-        ours.extend(TOKENS[a:b], a, features[a - 1 : b - 1], from_target=True) for a, b in ((1, 2), (2, 7), (7, 20))
+        ours.extend(TOKENS[a:b], a, hidden_states[a - 1 : b - 1], from_target=True)
+        for a, b in ((1, 2), (2, 7), (7, 20))
     ]
     for i in range(2):
         assert torch.equal(torch.cat([part[i] for part in parts]), expected[i])

@@ -16,7 +16,7 @@ import torch
 
 from foretoken.drafting import FINAL_NORM
 from foretoken.errors import ConfigError
-from foretoken.models.draft_config import head_config, head_features
+from foretoken.models.draft_config import head_captured_layers, head_config
 from tests.foretoken.test_draft_heads import USUAL_LAYERS, Case, PagedHead, check_tree, load
 from tests.references import head_files
 from tests.references.head_files import Tensors, write_folder
@@ -45,13 +45,13 @@ def eagle_case(folder: Path, kind: type[ReferenceEagle] = ReferenceEagle) -> Cas
 def eagle3_case(
     folder: Path,
     files: tuple[dict[str, Any], Tensors],
-    features: tuple[int, ...] = USUAL_LAYERS,
+    layers: tuple[int, ...] = USUAL_LAYERS,
     kind: type[ReferenceEagle3] = ReferenceEagle3,
 ) -> Case:
     model = head_files.random_target(folder / "target")
     head = write_folder(folder / "head", *files)
     ours = PagedHead(load(head, folder / "target"))
-    return Case(model, ours, kind(head, folder / "target"), features)
+    return Case(model, ours, kind(head, folder / "target"), layers)
 
 
 def must_differ(case: Case) -> None:
@@ -144,8 +144,8 @@ def test_eagle_uses_the_targets_embedding_and_head_though_its_file_has_others(tm
         "residual is what left the norm",
         "what goes back is normed",
         "embedding first",
-        "norm over the features",
-        "norm by feature",
+        "norm over the hidden states",
+        "norm by layer",
         "the target's embedding",
         "bias",
     ],
@@ -173,7 +173,7 @@ class AlwaysJoined(ReferenceEagle3):
         return super().run(replace(entries, from_target=[True] * len(entries.tokens)), depth)
 
 
-def test_eagle3_applies_fc_to_features_alone_though_the_widths_are_equal(tmp_path: Path) -> None:
+def test_eagle3_applies_fc_to_hidden_states_alone_though_the_widths_are_equal(tmp_path: Path) -> None:
     """With a single hidden state, fc's output is as wide as the target's state."""
     config, tensors = head_files.eagle3_files(eagle_config={"eagle_aux_hidden_state_layer_ids": [4]})
     tensors["fc.weight"] = tensors["fc.weight"][:, : head_files.HIDDEN].contiguous()
@@ -198,14 +198,14 @@ IDS = [2, 9, 17]
 def test_the_layers_of_eagle3(tmp_path: Path, config: dict[str, Any], expected: tuple[int, ...]) -> None:
     """Ids name layers' outputs; the defaults are the inputs of layers 2, N / 2 and N - 3."""
     head = head_config(write_folder(tmp_path, *head_files.eagle3_files(**config)))
-    assert head_features(head, 32) == expected
+    assert head_captured_layers(head, 32) == expected
 
 
 def test_speculators_ids_count_entries(tmp_path: Path) -> None:
     """vLLM records id j when layer j begins."""
     config, tensors = head_files.eagle3_files(layer="layers.0")
     config = head_files.speculators_config(config, eagle_aux_hidden_state_layer_ids=[2, 9, 32])
-    assert head_features(head_config(write_folder(tmp_path, config, tensors)), 32) == (2, 9, 32)
+    assert head_captured_layers(head_config(write_folder(tmp_path, config, tensors)), 32) == (2, 9, 32)
 
 
 @pytest.mark.parametrize(("ids", "num_layers"), [(None, 2), ([1, 2, 9], 8), ([-2, 2, 3], 8)])
@@ -213,7 +213,7 @@ def test_layers_that_the_target_does_not_have(tmp_path: Path, ids: list[int] | N
     nested = {} if ids is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
     head = head_config(write_folder(tmp_path, *head_files.eagle3_files(**nested)))
     with pytest.raises(ConfigError, match=f"the target has {num_layers} layers"):
-        head_features(head, num_layers)
+        head_captured_layers(head, num_layers)
 
 
 class MimoWithFirstEmbedding(ReferenceMimo):

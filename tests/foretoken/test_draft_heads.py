@@ -100,13 +100,13 @@ class Case:
     model: PreTrainedModel
     ours: PagedHead
     reference: ReferenceHead
-    features: tuple[int, ...]
+    layers: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert self.ours.head.features == self.features
+        assert self.ours.head.captured_layers == self.layers
         self.tokens = np.random.default_rng(1).integers(0, VOCAB, PROMPT)
         states = hidden_states(self.model, self.tokens)
-        self.states = torch.cat([states[feature] for feature in self.features], dim=1)
+        self.states = torch.cat([states[layer] for layer in self.layers], dim=1)
 
 
 def check(found: HeadOutput, expected: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -265,15 +265,15 @@ EAGLE3: dict[str, tuple[Callable[[], Files], tuple[int, ...]]] = {
     "midlayer under model, fc bias": (lambda: head_files.eagle3_files(prefix="model.", fc_bias=True), USUAL_LAYERS),
     "the target's head": (lambda: head_files.eagle3_files(head=False), USUAL_LAYERS),
     "three layers": (lambda: head_files.eagle3_files(layer="layers.0", num_layers=3), USUAL_LAYERS),
-    "norms by feature": (
+    "norms by layer": (
         lambda: head_files.eagle3_files(extra=("fc_norm.0", "fc_norm.1", "fc_norm.2"), fc_norm=True),
         USUAL_LAYERS,
     ),
-    "norms by feature, old names": (
+    "norms by layer, old names": (
         lambda: head_files.eagle3_files(extra=("aux_norm_low", "aux_norm_mid", "aux_norm_high"), use_aux_norm=True),
         USUAL_LAYERS,
     ),
-    "norm over features": (
+    "norm over layers": (
         lambda: head_files.eagle3_files(extra=("input_norm",), eagle_config={"norm_before_fc": True}),
         USUAL_LAYERS,
     ),
@@ -309,7 +309,7 @@ EAGLE3: dict[str, tuple[Callable[[], Files], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("name", EAGLE3)
 def test_eagle3(tmp_path: Path, name: str) -> None:
-    build, features = EAGLE3[name]
+    build, layers = EAGLE3[name]
     model = head_files.random_target(tmp_path / "target")
     folder = write_folder(tmp_path / "head", *build())
     ours = PagedHead(load(folder, tmp_path / "target"))
@@ -317,7 +317,7 @@ def test_eagle3(tmp_path: Path, name: str) -> None:
     assert ours.head.family == "eagle3"
     ids = np.arange(VOCAB) if ours.head.target_ids is None else ours.head.target_ids
     assert ids.tolist() == reference.target_ids.tolist()
-    case = Case(model, ours, reference, features)
+    case = Case(model, ours, reference, layers)
     check_tree(case)
     check_entries(case, has_several_layers=name.endswith(("two layers", "three layers")))
 

@@ -23,7 +23,7 @@ def listener(parts: list[DraftRequest]) -> dict[int, dict[str, Any]]:
     known: dict[int, dict[str, Any]] = {}
     for part in parts:
         for row, slot in enumerate(part.slots.tolist()):
-            state = known.setdefault(slot, {"tokens": {}, "features": {}, "blocks": {}, "prediction": []})
+            state = known.setdefault(slot, {"tokens": {}, "hidden": {}, "blocks": {}, "prediction": []})
             tokens = part.new_tokens[slice(*part.new_token_starts[row : row + 2])].tolist()
             hidden = part.hidden[slice(*part.hidden_starts[row : row + 2])].tolist()
             blocks = part.block_ids[slice(*part.block_starts[row : row + 2])].tolist()
@@ -31,7 +31,7 @@ def listener(parts: list[DraftRequest]) -> dict[int, dict[str, Any]]:
             sent = length - len(tokens)
             assert all(position not in state["tokens"] for position in range(sent, length)), "sent twice"
             state["tokens"] |= dict(zip(range(sent, length), tokens, strict=True))
-            state["features"] |= dict(zip(range(length - len(hidden), length), hidden, strict=True))
+            state["hidden"] |= dict(zip(range(length - len(hidden), length), hidden, strict=True))
             if tokens:
                 assert len(blocks) in (0, (length - 1) // BLOCK_SIZE - sent // BLOCK_SIZE + 1)
             for place, block in enumerate(blocks, start=sent // BLOCK_SIZE):

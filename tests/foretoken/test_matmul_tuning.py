@@ -89,6 +89,6 @@ def test_a_head_asks_for_what_was_timed(
     head.tune(None)
     rows = batch([prompt(TOKENS, BLOCKS)], [BLOCKS], [0])
     for depth in range(head.num_depths):
-        for from_target, width in ((True, head.feature_width), (False, head.hidden_size)):
+        for from_target, width in ((True, head.hidden_width), (False, head.hidden_size)):
             head.forward(rows, np.zeros((len(TOKENS), width), np.float32), from_target=from_target, depth=depth)
     assert timings.asked and timings.asked == set(timings.timed)

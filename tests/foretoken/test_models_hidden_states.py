@@ -41,21 +41,21 @@ def hidden_states(model: PreTrainedModel, tokens: np.ndarray) -> dict[int, torch
     return {**states, num_layers: leaving[0][0], FINAL_NORM: found[-1][0]}
 
 
-def test_features_equal_transformers(pair: tuple[PreTrainedModel, HostLlama]) -> None:
+def test_hidden_states_equal_transformers(pair: tuple[PreTrainedModel, HostLlama]) -> None:
     model, ours = pair
     tokens = some_tokens(50)
     expected = hidden_states(model, tokens)
     asked = (*expected, 1)
     ours.forward(Paged(1).prefill(0, tokens, 0, 50), asked)
-    found = ours.features.unflatten(1, (len(asked), -1))
+    found = ours.hidden_states.unflatten(1, (len(asked), -1))
     assert found.shape[0] == 50
-    for i, feature in enumerate(asked):
-        torch.testing.assert_close(found[:, i], expected[feature], rtol=0, atol=1e-4)
+    for i, layer in enumerate(asked):
+        torch.testing.assert_close(found[:, i], expected[layer], rtol=0, atol=1e-4)
     # Neighbours differ, so that a mix-up shows.
     assert min((expected[i] - expected[i + 1]).abs().max() for i in range(len(expected) - 2)) > 0.01
 
 
-def test_features_of_all_rows_though_logits_of_few(pair: tuple[PreTrainedModel, HostLlama]) -> None:
+def test_hidden_states_of_all_rows_though_logits_of_few(pair: tuple[PreTrainedModel, HostLlama]) -> None:
     model, ours = pair
     prefix, nodes, paged = some_tokens(20, 1), some_tokens(len(PARENTS), 2), Paged(1)
     ours.forward(paged.prefill(0, prefix, 0, 20))
@@ -66,7 +66,9 @@ def test_features_of_all_rows_though_logits_of_few(pair: tuple[PreTrainedModel, 
     assert logits.shape[0] == 1
     for node, path in enumerate(paths(PARENTS)):
         text = np.concatenate([prefix, nodes[path]])
-        torch.testing.assert_close(ours.features[node], hidden_states(model, text)[FINAL_NORM][-1], rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            ours.hidden_states[node], hidden_states(model, text)[FINAL_NORM][-1], rtol=0, atol=1e-4
+        )
     torch.testing.assert_close(
         logits[0], oracle(model, np.concatenate([prefix, nodes[paths(PARENTS)[4]]]))[-1], rtol=0, atol=1e-4
     )
@@ -83,14 +85,14 @@ def test_rows_whose_logits_nobody_wants_change_no_bit(tmp_path: Path, name: str,
     ours.forward(paged.prefill(0, tokens, 0, 10))
     batch = paged.prefill(0, tokens, 10, 40)
     everything = ours.forward(batch, asked).clone()
-    features, entries = ours.features.clone(), cache.data.clone()
+    hidden_states, entries = ours.hidden_states.clone(), cache.data.clone()
     for wanted in ([3, 17, 29], [0], []):
         cache.data.fill_(0)
         ours.forward(paged.prefill(0, tokens, 0, 10), asked)
         fields = {name: getattr(batch, name) for name in batch.__slots__}
         found = ours.forward(ForwardBatch(**{**fields, "logit_rows": np.array(wanted, np.int32)}), asked)
         assert torch.equal(found, everything[wanted])
-        assert torch.equal(ours.features, features)
+        assert torch.equal(ours.hidden_states, hidden_states)
         assert torch.equal(cache.data, entries)
 
 
@@ -104,19 +106,19 @@ def test_the_set_may_change_between_passes_and_none_is_empty(llama: HostLlama) -
     tokens = some_tokens(9)
     batch = Paged(1).prefill(0, tokens, 0, 9)
     plain = llama.forward(batch).clone()
-    assert llama.features.shape == (9, 0)
+    assert llama.hidden_states.shape == (9, 0)
     size = llama.config.hidden_size
     assert torch.equal(llama.forward(batch, (2, FINAL_NORM)), plain)
-    both = llama.features.clone()
+    both = llama.hidden_states.clone()
     llama.forward(batch, (FINAL_NORM,))
-    assert torch.equal(llama.features, both[:, size:])
+    assert torch.equal(llama.hidden_states, both[:, size:])
     llama.forward(batch, (2,))
-    assert torch.equal(llama.features, both[:, :size])
+    assert torch.equal(llama.hidden_states, both[:, :size])
     llama.forward(batch)
-    assert llama.features.shape == (9, 0)
+    assert llama.hidden_states.shape == (9, 0)
 
 
-def test_rows_stay_independent_with_features(llama: HostLlama) -> None:
+def test_rows_stay_independent_with_hidden_states(llama: HostLlama) -> None:
     """A row has the same logits and hidden states in every batch."""
     asked = (0, 1, llama.config.num_layers, FINAL_NORM)
     num_passes = 0
@@ -124,17 +126,17 @@ def test_rows_stay_independent_with_features(llama: HostLlama) -> None:
     def forward(batch: ForwardBatch) -> torch.Tensor:
         nonlocal num_passes
         num_passes += 1
-        return torch.cat([llama.forward(batch, asked), llama.features], dim=1)
+        return torch.cat([llama.forward(batch, asked), llama.hidden_states], dim=1)
 
     seen: list[tuple[int, int]] = []
     assert rows_are_independent(forward, llama.config, 8, 256, lambda done, total, what: seen.append((done, total)))
     assert seen == [(done, num_passes) for done in range(num_passes + 1)]
 
 
-@pytest.mark.parametrize("feature", [-2, 9])
-def test_a_hidden_state_that_is_not_there(llama: HostLlama, feature: int) -> None:
-    with pytest.raises(ValueError, match=f"no hidden state {feature}"):
-        llama.forward(Paged(1).prefill(0, some_tokens(3), 0, 3), (feature,))
+@pytest.mark.parametrize("layer", [-2, 9])
+def test_a_hidden_state_that_is_not_there(llama: HostLlama, layer: int) -> None:
+    with pytest.raises(ValueError, match=f"no hidden state {layer}"):
+        llama.forward(Paged(1).prefill(0, some_tokens(3), 0, 3), (layer,))
 
 
 def test_slots_before_the_start_of_a_context_are_not_read(llama: HostLlama) -> None:
@@ -172,8 +174,8 @@ def test_batches_that_outgrow_the_buffers_in_one_way_at_a_time(llama: HostLlama)
     expected = llama.forward(paged.prefill(0, tokens, 0, 200)).clone()
     fresh = HostLlama(llama.config, llama._weights, llama._executor._cache, 256, 1)
     for first, end in ((0, 1), (190, 191), (0, 70), (120, 200), (5, 6)):
-        for features in ((), (FINAL_NORM, 1)):
-            assert torch.equal(fresh.forward(paged.prefill(0, tokens, first, end), features), expected[first:end])
+        for hidden_states in ((), (FINAL_NORM, 1)):
+            assert torch.equal(fresh.forward(paged.prefill(0, tokens, first, end), hidden_states), expected[first:end])
 
 
 def test_weights_for_draft_models_are_no_copy(llama: HostLlama) -> None:

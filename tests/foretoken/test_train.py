@@ -159,7 +159,7 @@ def test_an_eagle3_head_may_use_the_targets_output_head_and_other_layers(folder:
     config = load_config(folder / "target")
     source = HeadSource(tmp_path, config, load_target_weights(folder / "target", config), torch.float32)
     head = HostDraftHead(load_head(source, num_blocks=4, block_size=16), num_positions=64)
-    assert (head.family, head.features, head.draft_vocab_size) == ("eagle3", (1, 3), VOCAB_SIZE)
+    assert (head.family, head.captured_layers, head.draft_vocab_size) == ("eagle3", (1, 3), VOCAB_SIZE)
     assert head.target_ids is None
 
 
@@ -373,4 +373,4 @@ def test_a_mimo_target_is_run_as_the_body_that_it_is(tmp_path: Path) -> None:
     output = body.model(tokens, output_hidden_states=True)
     found = target.run(tokens, (1, 2))
     assert torch.equal(found.final, output.last_hidden_state)
-    assert torch.equal(found.features, torch.cat([output.hidden_states[1], output.hidden_states[2]], dim=-1))
+    assert torch.equal(found.hidden_states, torch.cat([output.hidden_states[1], output.hidden_states[2]], dim=-1))

@@ -13,7 +13,7 @@ from torch.nn.functional import linear, silu
 
 from foretoken.errors import ConfigError
 from foretoken.train.data import Windows, most_frequent
-from foretoken.train.eagle import Eagle2Recipe, Eagle3Recipe, EagleRecipe, feature_layers
+from foretoken.train.eagle import Eagle2Recipe, Eagle3Recipe, EagleRecipe, captured_layers
 from foretoken.train.evaluate import held_out_texts, measure
 from foretoken.train.options import TrainOptions
 from foretoken.train.target import FrozenTarget
@@ -81,15 +81,15 @@ class PlainHead:
     def of(self, name: str) -> Tensor:
         return self.weights[name]
 
-    def enter(self, token: int, position: int, feature: Tensor, *, from_target: bool) -> Tensor:
+    def enter(self, token: int, position: int, state: Tensor, *, from_target: bool) -> Tensor:
         """Add one entry; return its hidden state."""
         embed = self.embedding[token]
         if self.wide:
-            hidden = linear(feature, self.of("fc.weight")) if from_target else feature
+            hidden = linear(state, self.of("fc.weight")) if from_target else state
             norms = (self.of("layers.0.input_layernorm.weight"), self.of("layers.0.hidden_norm.weight"))
             row = torch.cat([rms_norm(embed, norms[0]), rms_norm(hidden, norms[1])])
         else:
-            hidden = row = linear(torch.cat([embed, feature]), self.of("fc.weight"), self.of("fc.bias"))
+            hidden = row = linear(torch.cat([embed, state]), self.of("fc.weight"), self.of("fc.bias"))
         query, key, value = (linear(row, self.of(f"layers.0.self_attn.{each}_proj.weight")) for each in "qkv")
         query = turned(query.view(HEADS, HEAD_DIM), position)
         self.keys.append(turned(key.view(KV_HEADS, HEAD_DIM), position))
@@ -105,8 +105,8 @@ class PlainHead:
         return hidden + linear(silu(gate) * up, self.of("layers.0.mlp.down_proj.weight"))
 
 
-def target_features(recipe: EagleRecipe, tokens: Tensor) -> Tensor:
-    """Return [length, feature_size] of one sequence, from transformers' own output."""
+def target_hidden_states(recipe: EagleRecipe, tokens: Tensor) -> Tensor:
+    """Return [length, hidden_width] of one sequence, from transformers' own output."""
     output = recipe.target.model.model(tokens[None], output_hidden_states=True)
     if isinstance(recipe, Eagle2Recipe):
         final: Tensor = output.last_hidden_state[0]
@@ -119,14 +119,14 @@ def target_features(recipe: EagleRecipe, tokens: Tensor) -> Tensor:
 def test_unrolled_depths_are_what_drafting_entry_by_entry_gives(target: FrozenTarget, algorithm: str) -> None:
     recipe = make_recipe(target, algorithm)
     tokens = torch.randint(VOCAB_SIZE, (2, ROWS + DEPTHS + 1), generator=torch.Generator().manual_seed(1))
-    features = torch.stack([target_features(recipe, each) for each in tokens])
-    unrolled = torch.stack(list(recipe.depths(tokens, features[:, :ROWS])))  # [depths, batch, rows, hidden]
+    hidden_states = torch.stack([target_hidden_states(recipe, each) for each in tokens])
+    unrolled = torch.stack(list(recipe.depths(tokens, hidden_states[:, :ROWS])))  # [depths, batch, rows, hidden]
     for sequence in range(2):
         for row in range(ROWS):
             head = PlainHead(recipe)
             for entry in range(1, row + 2):
                 token = int(tokens[sequence, entry])
-                hidden = head.enter(token, entry, features[sequence, entry - 1], from_target=True)
+                hidden = head.enter(token, entry, hidden_states[sequence, entry - 1], from_target=True)
             torch.testing.assert_close(unrolled[0, sequence, row], hidden, rtol=1e-4, atol=1e-4)
             for depth in range(1, DEPTHS):
                 entry = row + 1 + depth
@@ -151,9 +151,9 @@ def test_acceptance_is_that_of_drafting_with_the_heads_own_tokens(
             optimizer.step()
     accepted = [0] * (DEPTHS + 1)
     for text in texts:
-        features = target_features(recipe, text)
+        hidden_states = target_hidden_states(recipe, text)
         for row in range(len(text) // 2 - 2, ROWS):
-            accepted[count_accepted(recipe, text, features, row)] += 1
+            accepted[count_accepted(recipe, text, hidden_states, row)] += 1
     chains = sum(accepted)
     reached = [sum(accepted[depth:]) for depth in range(DEPTHS + 1)]
     figures = measure(recipe, texts, 4)  # type: ignore[arg-type]
@@ -163,11 +163,11 @@ def test_acceptance_is_that_of_drafting_with_the_heads_own_tokens(
     assert figures.tokens_per_step == pytest.approx(1 + sum(reached[1:]) / chains)
 
 
-def count_accepted(recipe: EagleRecipe, text: Tensor, features: Tensor, row: int) -> int:
+def count_accepted(recipe: EagleRecipe, text: Tensor, hidden_states: Tensor, row: int) -> int:
     """Draft a greedy chain from the root at ``row + 1``; return how many tokens are right."""
     head = PlainHead(recipe)
     for entry in range(1, row + 2):
-        hidden = head.enter(int(text[entry]), entry, features[entry - 1], from_target=True)
+        hidden = head.enter(int(text[entry]), entry, hidden_states[entry - 1], from_target=True)
     for depth in range(DEPTHS):
         drafted = int(recipe._target_ids(recipe.module.logits(hidden).argmax(-1)))
         if drafted != int(text[row + 2 + depth]):
@@ -227,11 +227,11 @@ def test_compiled_code_is_given_and_gives_plain_tuples(target: FrozenTarget, mon
     assert {type(each) for each in seen} <= {tuple, Tensor}
 
 
-def test_features_are_the_inputs_of_three_layers() -> None:
-    assert feature_layers(32) == (2, 16, 29)
-    assert feature_layers(8) == (2, 4, 5)
-    assert feature_layers(4) == (2, 2, 1)
-    assert feature_layers(4, (1, 3)) == (1, 3)
+def test_the_captured_layers_are_three() -> None:
+    assert captured_layers(32) == (2, 16, 29)
+    assert captured_layers(8) == (2, 4, 5)
+    assert captured_layers(4) == (2, 2, 1)
+    assert captured_layers(4, (1, 3)) == (1, 3)
 
 
 def test_each_epoch_has_every_window_once_and_a_batch_depends_on_its_number_alone() -> None:

@@ -54,7 +54,7 @@ def compile_all() -> None:
     step = {"rows": ROWS, "walk": WALK, "results": RESULTS}
     advance = {"batch": BATCH} | step | {"max_walked": "i32", "most": "i32"}
     compile_kernel(overlap_results._advance_batch, advance, {"TOKENS": 8, "RATE_STEPS": 64}, 1)
-    gather = {"features": "*bf16"} | step
+    gather = {"hidden_states": "*bf16"} | step
     gather |= dict.fromkeys(("num_rows", "max_walked", "most", "width", "stride"), "i32")
     compile_kernel(overlap_results._gather_hidden, gather, {"BLOCK": 2048}, 4)
     joining = {"batch": BATCH, "joining": Joining(*["*i32"] * 7), "num_batch_rows": "i32"}

@@ -359,13 +359,13 @@ def test_results(seed: int, device: str) -> None:
     state = state_of(random, [6, 1, 4, 6], 6, 1, device)
     rows = lay_out(state, 6)
     walk, results = walk_of(random, rows, 6, device), results_of(4, 6, 3, device)
-    features = torch.from_numpy(random.standard_normal((len(rows.token_ids), 3)).astype(np.float32)).to(device)
+    hidden_states = torch.from_numpy(random.standard_normal((len(rows.token_ids), 3)).astype(np.float32)).to(device)
     batch, expected_walk, expected = clone(state.batch), clone(walk), clone(results)
     reference.advance_batch_reference(batch, rows, expected_walk, expected)  # type: ignore[arg-type]
-    reference.gather_hidden_reference(features, rows, expected_walk, expected)  # type: ignore[arg-type]
+    reference.gather_hidden_reference(hidden_states, rows, expected_walk, expected)  # type: ignore[arg-type]
     reference.finish_step_reference(batch, expected)  # type: ignore[arg-type]
     advance_batch(state.batch, rows, walk, results)
-    gather_hidden(features, rows, walk, results)
+    gather_hidden(hidden_states, rows, walk, results)
     finish_step(state.batch, results)
     for have, want in ((state.batch, batch), (walk, expected_walk), (results, expected)):
         for name in type(have)._fields:

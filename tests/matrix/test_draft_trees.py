@@ -17,7 +17,7 @@ from foretoken.sampling import SamplingParams
 from tests.references.eagle_tree import Tree, head_tree, model_tree
 from tests.support.deployments import EAGLE3_LAYERS, FINAL_STATE, KINDS, SeenHarness, Target, Targets, Walks
 from tests.support.engine_harness import Request, Result
-from tests.support.fitted_models import features_of, text
+from tests.support.fitted_models import hidden_states_of, text
 from tests.support.recording_drafter import Drawn, RecordingDrafter
 from verifier_svc.drafters import sent_tokens
 
@@ -56,9 +56,9 @@ class Drafting:
         if self.algorithm == "STANDALONE":
             return model_tree(self.model, drawn.tokens, drawn.shape)
         layers = EAGLE3_LAYERS if self.algorithm == "EAGLE3" else FINAL_STATE
-        features = features_of(self.target.model, drawn.tokens, layers)
+        hidden_states = hidden_states_of(self.target.model, drawn.tokens, layers)
         head, num_depths = self.target.references[self.algorithm], self.target.num_depths
-        return head_tree(head, drawn.tokens, features, drawn.shape, num_depths=num_depths)
+        return head_tree(head, drawn.tokens, hidden_states, drawn.shape, num_depths=num_depths)
 
     def check(self, drawn: Sequence[Drawn]) -> None:
         """Assert that all rows were drafted for, and that the trees are the reference's."""
@@ -216,9 +216,9 @@ def test_a_head_that_joins_late_sees_what_came_since(targets: Targets) -> None:
     assert len(drawn) > 5
     starts = set(range(1, len(drawn[0].tokens)))
     for each in drawn:
-        features = features_of(drafting.target.model, each.tokens, EAGLE3_LAYERS)
+        hidden_states = hidden_states_of(drafting.target.model, each.tokens, EAGLE3_LAYERS)
         head = drafting.target.references["EAGLE3"]
-        trees = {first: head_tree(head, each.tokens, features, each.shape, first=first) for first in starts}
+        trees = {first: head_tree(head, each.tokens, hidden_states, each.shape, first=first) for first in starts}
         starts = {first for first, tree in trees.items() if _is_near(tree, each)}
     assert len(starts) == 1 and starts.pop() >= 40
 

@@ -21,7 +21,7 @@ from tests.matrix.test_same_text import Case, Plain, cases
 from tests.references.eagle_tree import head_tree
 from tests.support.deployments import EAGLE3_LAYERS, FINAL_STATE, SeenHarness, Target, Targets
 from tests.support.engine_harness import Harness, Result
-from tests.support.fitted_models import features_of
+from tests.support.fitted_models import hidden_states_of
 from tests.support.recording_drafter import Drawn, RecordingDrafter
 from verifier_svc.messages import SequenceKey
 
@@ -166,9 +166,9 @@ def test_random_courses(targets: Targets, name: str, algorithms: tuple[str, ...]
         num_accepted += sum(walks.num_accepted for walks in course.harness.walks.values())
         for algorithm, drawn in course.drawn() if temperature == 0 else ():
             layers = EAGLE3_LAYERS if algorithm == "eagle3" else FINAL_STATE
-            features = features_of(target.model, drawn.tokens, layers)
+            hidden_states = hidden_states_of(target.model, drawn.tokens, layers)
             head = target.references[algorithm.upper()]
-            tree = head_tree(head, drawn.tokens, features, drawn.shape, num_depths=target.num_depths)
+            tree = head_tree(head, drawn.tokens, hidden_states, drawn.shape, num_depths=target.num_depths)
             assert (drawn.tree_tokens, drawn.tree_parents) == (tree.tokens, tree.parents)
             np.testing.assert_allclose(drawn.scores, tree.values, rtol=0, atol=drawn.shape.steps * 1e-4)
             num_trees += 1

@@ -83,7 +83,7 @@ def grow(root: int, shape: Shape, target_ids: torch.Tensor, expand: Expand) -> T
 def head_tree(
     head: ReferenceHead,
     tokens: list[int],
-    features: torch.Tensor,
+    hidden_states: torch.Tensor,
     shape: Shape,
     *,
     num_depths: int = 1,
@@ -92,7 +92,7 @@ def head_tree(
     """Return a head's tree after ``tokens``.
 
     Args:
-        features: float64 [tokens, width]: the target's; token i is paired with that of i - 1.
+        hidden_states: float64 [tokens, width]: the target's; token i is paired with that of i - 1.
         num_depths: modules; module d gets module d - 1's output of one token earlier, and the last
             one goes on alone.
         first: the first token whose pair the head sees; 1 unless it joined late.
@@ -101,7 +101,7 @@ def head_tree(
     ids = torch.tensor(tokens)
     # Each module's entries, and the state that each node's children get.
     base: list[Entries] = []
-    states = list(features[first - 1 : len(tokens) - 1])
+    states = list(hidden_states[first - 1 : len(tokens) - 1])
     root_state = torch.empty(0)
     root_logits = torch.empty(0)
     for module in range(num_depths):

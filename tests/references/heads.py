@@ -171,14 +171,14 @@ class ReferenceEagle3(ReferenceHead):
         else:
             self.target_ids = torch.arange(len(self.head))
 
-    def joined(self, feature: torch.Tensor) -> torch.Tensor:
+    def joined(self, state: torch.Tensor) -> torch.Tensor:
         eps, tensors = self.layer_config["rms_norm_eps"], self.tensors
         if "input_norm.weight" in tensors:
-            feature = rms(feature, tensors["input_norm.weight"], eps)
+            state = rms(state, tensors["input_norm.weight"], eps)
         if "fc_norm.0.weight" in tensors:
-            parts = feature.chunk(3)
-            feature = torch.cat([rms(part, tensors[f"fc_norm.{i}.weight"], eps) for i, part in enumerate(parts)])
-        return tensors["fc.weight"] @ feature + tensors.get("fc.bias", torch.zeros(()).double())
+            parts = state.chunk(3)
+            state = torch.cat([rms(part, tensors[f"fc_norm.{i}.weight"], eps) for i, part in enumerate(parts)])
+        return tensors["fc.weight"] @ state + tensors.get("fc.bias", torch.zeros(()).double())
 
     def run(self, entries: Entries, depth: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         pairs = zip(entries.states, entries.from_target, strict=True)

@@ -71,8 +71,8 @@ def perturb(folder: Path, share: float) -> None:
     overwrite(folder, noisy)
 
 
-def features_of(model: PreTrainedModel, ids: list[int], layers: Iterable[int]) -> torch.Tensor:
-    """Return float64 [tokens, features]: the named layers' inputs; -1 is the last norm's output."""
+def hidden_states_of(model: PreTrainedModel, ids: list[int], layers: Iterable[int]) -> torch.Tensor:
+    """Return float64 [tokens, hidden_states]: the named layers' inputs; -1 is the last norm's output."""
     with torch.no_grad():
         states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
     return torch.cat([states[layer][0] for layer in layers], 1).double()
@@ -90,11 +90,11 @@ def fit_head(
     drafted = {int(token): index for index, token in enumerate(reference.target_ids)}
     for step in range(HEAD_STEPS):
         ids = text(77_000 + step, 32)
-        features = features_of(model, ids, layers)
+        hidden_states = hidden_states_of(model, ids, layers)
         optimizer.zero_grad()
         loss = torch.zeros(())
         wanted = torch.tensor([drafted.get(token, -100) for token in ids[2:]])
-        for logits in _both_steps(reference, ids, features, num_depths):
+        for logits in _both_steps(reference, ids, hidden_states, num_depths):
             loss = loss + cross_entropy(logits, wanted[-len(logits) :])
         loss.backward()
         optimizer.step()
@@ -108,14 +108,14 @@ def _is_heads(name: str, is_mtp: bool) -> bool:
 
 
 def _both_steps(
-    reference: ReferenceHead, ids: list[int], features: torch.Tensor, num_depths: int
+    reference: ReferenceHead, ids: list[int], hidden_states: torch.Tensor, num_depths: int
 ) -> Iterable[torch.Tensor]:
     """Return the logits after the target's hidden states, and after the head's own."""
     count = len(ids) - 2
     pairs = torch.tensor(ids[1:-1])
     positions = torch.arange(count)
     causal = torch.ones(count, count).tril().bool()
-    first = Entries(pairs, list(features[:count]), [True] * count, positions, causal)
+    first = Entries(pairs, list(hidden_states[:count]), [True] * count, positions, causal)
     logits, hidden = reference.run(first)
     yield logits
     own = list(hidden[:-1])

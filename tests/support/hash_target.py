@@ -38,9 +38,9 @@ class HashTarget:
         self.num_rows: list[int] = []
         self.captured: list[tuple[int, ...]] = []
 
-    def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, captured_layers: tuple[int, ...] = ()) -> torch.Tensor:
         self.num_rows.append(batch.num_rows)
-        self.captured.append(features)
+        self.captured.append(captured_layers)
         kept = batch.slot_mapping[batch.slot_mapping < self._num_slots]
         assert len(np.unique(kept)) == len(kept), "two rows write one slot"
         self._tokens[batch.slot_mapping] = batch.token_ids
@@ -48,8 +48,8 @@ class HashTarget:
         out = np.stack([self._logits(batch, int(row)) for row in batch.logit_rows]) if len(batch.logit_rows) else None
         # What an earlier pass captured is gone.
         self._kept.fill(np.nan)
-        if features:
-            rows = [self._features(batch, row, features) for row in range(batch.num_rows)]
+        if captured_layers:
+            rows = [self._hidden_states(batch, row, captured_layers) for row in range(batch.num_rows)]
             self._kept = np.array(rows, np.float32)
         if out is None:
             return torch.empty(0, self._vocab_size)
@@ -61,15 +61,15 @@ class HashTarget:
             self._positions[target] = self._positions[source]
 
     @property
-    def features(self) -> torch.Tensor:
+    def hidden_states(self) -> torch.Tensor:
         return torch.from_numpy(self._kept)
 
-    def feature_rows(self, rows: list[int]) -> NDArray[np.float32]:
+    def fetch_hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
         return self._kept[rows]
 
-    def _features(self, batch: ForwardBatch, row: int, features: tuple[int, ...]) -> list[int]:
-        """Return HIDDEN_SIZE numbers for each hidden state asked for; see ``feature_of``."""
-        return [value for state in features for value in feature_of(self._path(batch, row).tolist(), state)]
+    def _hidden_states(self, batch: ForwardBatch, row: int, captured_layers: tuple[int, ...]) -> list[int]:
+        """Return HIDDEN_SIZE numbers for each hidden state asked for; see ``hidden_state_of``."""
+        return [value for state in captured_layers for value in hidden_state_of(self._path(batch, row).tolist(), state)]
 
     def _logits(self, batch: ForwardBatch, row: int) -> NDArray[np.float32]:
         state = zlib.crc32(self._path(batch, row).tobytes())
@@ -94,7 +94,7 @@ class HashTarget:
         return tokens
 
 
-def feature_of(path: list[int], state: int) -> list[int]:
+def hidden_state_of(path: list[int], state: int) -> list[int]:
     """Return HashTarget's hidden state ``state`` of a row that sees the tokens ``path``.
 
     It is HIDDEN_SIZE numbers that float32 holds exactly.

@@ -166,7 +166,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         self._target.forward(prompts.batch, self._features)
         at = prompts.hidden_row
         for start, count in prompts.parts if self._features else ():
-            rows = torch.from_numpy(self._target.feature_rows(list(range(start, start + count))))
+            rows = torch.from_numpy(self._target.fetch_hidden_states(list(range(start, start + count))))
             self.memory.prompt_hidden[at : at + count] = rows
             at += count
         return True
@@ -310,7 +310,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
                     for row_start, walk in zip(row_starts, walks, strict=True)
                     for node in (0, *walk.accepted_nodes)[: len(walk.tokens)]
                 ]
-                hidden = torch.from_numpy(self._target.feature_rows(rows))
+                hidden = torch.from_numpy(self._target.fetch_hidden_states(rows))
         self._unread[-1] = self._results(half, walks, hidden)
         self._order.signal_step(self.number)
 

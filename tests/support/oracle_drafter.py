@@ -45,7 +45,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         texts: Sequence[list[int]],
         device: str,
         *,
-        features: tuple[int, ...],
+        captured_layers: tuple[int, ...],
         width: int,
         dtype: torch.dtype,
         batch_rows: int,
@@ -57,7 +57,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
     ) -> None:
         self._tolerance = tolerance
         self._texts, self._spoil, self._block_size = texts, spoil, block_size
-        self.needs = DrafterNeeds(features, num_rerun=1, blocks=True)
+        self.needs = DrafterNeeds(captured_layers, num_rerun=1, blocks=True)
         self.gauges: dict[str, float] = {}
         layout = OverlapLayout(batch_rows, 4, nodes, width, dtype, prompt_rows)
         self.overlap_memory = OverlapMemory.over(

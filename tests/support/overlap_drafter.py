@@ -37,7 +37,7 @@ class OverlapDrafter(MirrorDrafter):
         self.num_prepared = 0
 
     def needs(self, target: TargetInfo) -> DrafterNeeds:
-        return DrafterNeeds(features=(1,), num_rerun=1, device=self._device, overlaps=True)
+        return DrafterNeeds(captured_layers=(1,), num_rerun=1, device=self._device, overlaps=True)
 
     def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
         super().attach(target, weights)

@@ -13,7 +13,7 @@ from drafter_svc.device.resident_draft import ResidentDraft
 from drafter_svc.model.drafter import ModelDrafter
 from foretoken.drafting import DeviceStep, DraftBatch, DraftRequest
 from foretoken.overlap_memory import OverlapLayout, OverlapMemory, StreamOrder
-from tests.support.paged_draft import BLOCK, Row, feature, request_of
+from tests.support.paged_draft import BLOCK, Row, hidden_state, request_of
 
 # Tokens of one step at most, nodes of a tree, sequences of a step.
 TOKENS, NODES, BATCH_ROWS = 3, 6, 4
@@ -113,7 +113,7 @@ class Play:
 
     def ask(self, rows: Sequence[Row]) -> list[Tree]:
         self._step_id += 1
-        request = request_of(rows, with_features=bool(self.width), step_id=self._step_id)
+        request = request_of(rows, with_hidden=bool(self.width), step_id=self._step_id)
         return trees_of(self.drafter.draft(request))
 
     def prompts(self) -> list[Tree]:
@@ -168,7 +168,7 @@ class Play:
             all_counts[batch_row], all_lengths[batch_row], all_left[batch_row] = count, before + count, left[batch_row]
             tokens[batch_row, :count] = self.all_tokens[index][before : before + count]
             for j in range(count if self.width else 0):
-                hidden[batch_row * TOKENS + j] = feature(self.all_tokens[index][: before + j], self.width)
+                hidden[batch_row * TOKENS + j] = hidden_state(self.all_tokens[index][: before + j], self.width)
             self.lengths[index] += count
         if lengths is not None:
             all_lengths[: len(lengths)] = lengths
@@ -203,7 +203,7 @@ class Play:
         request = self.loop_request(batch_rows, prompts=prompts, begins=begins, is_last=is_last, lag=lag)
         step = request.device_step
         assert step is not None
-        states = [state for row in self._prompt_rows(prompts) if self.width for state in row.features()]
+        states = [state for row in self._prompt_rows(prompts) if self.width for state in row.hidden_states()]
         self.memory.prompt_hidden.fill_(torch.nan)
         for at, state in enumerate(states):
             self.memory.prompt_hidden[step.prompt_start + at] = torch.from_numpy(state)
@@ -251,9 +251,11 @@ class Play:
         for row in self._prompt_rows(prompts):
             rows.append(row)
             blocks.append(row.blocks[(len(row.tokens) - row.new) // BLOCK : -(-len(row.tokens) // BLOCK)])
-        request = request_of(rows, with_features=False, step_id=self._step_id)
+        request = request_of(rows, with_hidden=False, step_id=self._step_id)
         if self.width:
-            request.rows["device_hidden"][len(batch_rows) :] = [len(row.features()) for row in rows[len(batch_rows) :]]
+            request.rows["device_hidden"][len(batch_rows) :] = [
+                len(row.hidden_states()) for row in rows[len(batch_rows) :]
+            ]
         starts = request.starts.copy()
         starts[2] = np.cumsum([0, *map(len, blocks)])
         return replace(
@@ -287,7 +289,7 @@ class Play:
             need = -(-(self.lengths[index] + TOKENS) // BLOCK)
             blocks.append(self.blocks[index][self.named[index] : need])
             self.named[index] = max(need, self.named[index])
-        request = request_of(rows, with_features=bool(self.width), step_id=self._step_id)
+        request = request_of(rows, with_hidden=bool(self.width), step_id=self._step_id)
         starts = request.starts.copy()
         starts[2] = np.cumsum([0, *map(len, blocks)])
         return replace(

@@ -47,7 +47,7 @@ def target_info(**changes: object) -> TargetInfo:
     return TargetInfo(**(fields | changes))  # type: ignore[arg-type]
 
 
-def feature(tokens: Sequence[int], width: int = WIDTH) -> np.ndarray:
+def hidden_state(tokens: Sequence[int], width: int = WIDTH) -> np.ndarray:
     """Return float32 [width]: the target's hidden states at the last of these tokens."""
     return _random(repr(list(map(int, tokens))).encode()).normal(size=width).astype(np.float32)
 
@@ -70,10 +70,10 @@ class _Output(NamedTuple):
 class DigestModel:
     """A drafter_svc.trees.passes.DraftModel that must not read a KV slot that was never written."""
 
-    def __init__(self, num_depths: int = 1, *, features: bool = True, target_ids: np.ndarray | None = None) -> None:
+    def __init__(self, num_depths: int = 1, *, reads_hidden: bool = True, target_ids: np.ndarray | None = None) -> None:
         self.num_depths = num_depths
-        self.hidden_size = HIDDEN if features else 0
-        self.feature_width = WIDTH if features else 0
+        self.hidden_size = HIDDEN if reads_hidden else 0
+        self.hidden_width = WIDTH if reads_hidden else 0
         self.target_ids = target_ids
         self.draft_vocab_size = VOCAB if target_ids is None else len(target_ids)
         self.caches: list[dict[int, Entry]] = [{} for _ in range(num_depths)]
@@ -89,7 +89,7 @@ class DigestModel:
         self.starts: dict[int, int] = {}
 
     def forward(self, batch: ForwardBatch, hidden: np.ndarray, *, from_target: bool, depth: int = 0) -> _Output:
-        assert hidden.shape == (batch.num_rows, self.feature_width if from_target else self.hidden_size)
+        assert hidden.shape == (batch.num_rows, self.hidden_width if from_target else self.hidden_size)
         cache, block_size = self.caches[depth], BLOCK
         for row in range(batch.num_rows):
             fed = hidden[row].tobytes() if self.hidden_size else b""
@@ -120,12 +120,12 @@ class DigestModel:
     @property
     def write_entries(self) -> Callable[[ForwardBatch, np.ndarray], None] | None:
         """Return a function that writes the inputs as the only module's KV entries."""
-        return self._write_entries if self.num_depths == 1 and self.feature_width else None
+        return self._write_entries if self.num_depths == 1 and self.hidden_width else None
 
-    def _write_entries(self, batch: ForwardBatch, features: np.ndarray) -> None:
+    def _write_entries(self, batch: ForwardBatch, hidden: np.ndarray) -> None:
         assert len(batch.logit_rows) == 0
         self.num_entry_passes += 1
-        self.forward(batch, features, from_target=True)
+        self.forward(batch, hidden, from_target=True)
 
     def level_pass(self, num_rows: int, longest: int) -> LevelPass:
         """Return its passes for compiled code: a callback that finds its batch in the table."""
@@ -200,13 +200,13 @@ class Row:
     choice: int = 0
     width: int = WIDTH
 
-    def features(self) -> list[np.ndarray]:
+    def hidden_states(self) -> list[np.ndarray]:
         """Return the hidden states, by default of all new tokens except the sequence's first."""
         length, count = len(self.tokens), self.new if self.hidden is None else self.hidden
-        return [feature(self.tokens[:i], self.width) for i in range(max(length - count, 1), length)]
+        return [hidden_state(self.tokens[:i], self.width) for i in range(max(length - count, 1), length)]
 
 
-def request_of(rows: Sequence[Row], *, with_features: bool = True, step_id: int = 1) -> DraftRequest:
+def request_of(rows: Sequence[Row], *, with_hidden: bool = True, step_id: int = 1) -> DraftRequest:
     def column(values: Sequence[object], kind: type) -> np.ndarray:
         return np.array(list(values), kind)
 
@@ -221,7 +221,7 @@ def request_of(rows: Sequence[Row], *, with_features: bool = True, step_id: int 
             for row in rows
         ]
     )
-    hidden = [row.features() if with_features else [] for row in rows]
+    hidden = [row.hidden_states() if with_hidden else [] for row in rows]
     flat = [vector for part in hidden for vector in part]
     columns = {
         "slots": column([row.slot for row in rows], np.int32),
@@ -241,7 +241,7 @@ def request_of(rows: Sequence[Row], *, with_features: bool = True, step_id: int 
         "new_token_starts": new_starts,
         "new_tokens": new_tokens,
         "hidden_starts": np.cumsum([0, *map(len, hidden)]).astype(np.int32),
-        "hidden": np.array(flat, np.float32).reshape(len(flat), rows[0].width if with_features else 0),
+        "hidden": np.array(flat, np.float32).reshape(len(flat), rows[0].width if with_hidden else 0),
         "block_starts": block_starts,
         "block_ids": block_ids,
         "prediction_starts": np.zeros(len(rows) + 1, np.int32),
@@ -267,7 +267,7 @@ def reference_tree(
     valid_start: int,
     *,
     num_depths: int = 1,
-    with_features: bool = True,
+    with_hidden: bool = True,
     scale: float = 0.0,
     target_ids: np.ndarray | None = None,
     model: Callable[[int, Sequence[Entry]], tuple[np.ndarray, np.ndarray]] = lambda module, entries: outputs(entries),
@@ -282,9 +282,9 @@ def reference_tree(
     memo: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def entry(module: int, i: int) -> Entry:
-        if not with_features:
+        if not with_hidden:
             return tokens[i], i, b""
-        fed = feature(tokens[:i], row.width) if module == 0 else output(module - 1, i - 1)[1]
+        fed = hidden_state(tokens[:i], row.width) if module == 0 else output(module - 1, i - 1)[1]
         return tokens[i], i, fed.tobytes()
 
     def output(module: int, i: int) -> tuple[np.ndarray, np.ndarray]:
@@ -315,7 +315,7 @@ def reference_tree(
         for i in best[: row.max_branches]:
             node = _Node(int(ids[i]), parent, depth, above + min(float(scores[i]), 0.0), len(candidates))
             node.path = [] if parent < 0 else candidates[parent].path
-            node.fed = hidden.tobytes() if with_features else b""
+            node.fed = hidden.tobytes() if with_hidden else b""
             added.append(len(candidates))
             candidates.append(node)
         return added

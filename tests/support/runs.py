@@ -31,7 +31,7 @@ from verifier_svc.speculation import overlap_policy
 from verifier_svc.speculation.controller import Controller
 
 BLOCK, NODES, BATCH_ROWS = 4, 6, 8
-FEATURES = (1, 2)
+LAYERS = (1, 2)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -86,8 +86,8 @@ def oracle_of(requests: Sequence[Request], results: Sequence[Result], **options:
     return OracleDrafter(
         texts,
         "cpu",
-        features=FEATURES,
-        width=len(FEATURES) * HIDDEN_SIZE,
+        captured_layers=LAYERS,
+        width=len(LAYERS) * HIDDEN_SIZE,
         dtype=torch.float32,
         batch_rows=BATCH_ROWS,
         nodes=NODES,

@@ -147,7 +147,7 @@ def test_a_broken_row_on_a_gpu(
     oracle = OracleDrafter(
         texts,
         device,
-        features=(1,),
+        captured_layers=(1,),
         width=target.config.hidden_size,
         dtype=torch.float32,
         batch_rows=on_device.MAX_RUNNING,

@@ -182,7 +182,7 @@ def test_statistics_follow_their_formulas() -> None:
 
 def test_a_step_that_raises_ends_the_engine_and_says_so() -> None:
     class Broken(HashTarget):
-        def forward(self, batch, features=()):  # type: ignore[no-untyped-def]
+        def forward(self, batch, captured_layers=()):  # type: ignore[no-untyped-def]
             raise RuntimeError("out of order")
 
     run = Harness(Broken(VOCAB, 100, 4), vocab_size=VOCAB, num_blocks=100, block_size=4)

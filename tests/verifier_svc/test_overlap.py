@@ -85,7 +85,7 @@ def drafted(
     oracle = OracleDrafter(
         texts,
         device,
-        features=(1, FINAL_NORM),
+        captured_layers=(1, FINAL_NORM),
         width=2 * target.config.hidden_size,
         dtype=torch.float32,
         batch_rows=on_device.MAX_RUNNING,

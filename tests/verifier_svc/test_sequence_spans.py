@@ -118,9 +118,9 @@ def held(harness: Harness) -> threading.Event:
     gate, forward = threading.Event(), harness.runner.forward
     gate.set()
 
-    def wait_then_forward(batch: ForwardBatch, features: tuple[int, ...]) -> torch.Tensor:
+    def wait_then_forward(batch: ForwardBatch, captured_layers: tuple[int, ...]) -> torch.Tensor:
         gate.wait()
-        return forward(batch, features)
+        return forward(batch, captured_layers)
 
     harness.runner.forward = wait_then_forward  # type: ignore[method-assign]
     return gate

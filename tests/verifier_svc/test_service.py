@@ -433,10 +433,10 @@ class HeldTarget(HashTarget):
         self.began.clear()
         self.go_on.clear()
 
-    def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, captured_layers: tuple[int, ...] = ()) -> torch.Tensor:
         self.began.set()
         self.go_on.wait()
-        return super().forward(batch, features)
+        return super().forward(batch, captured_layers)
 
 
 def test_a_flush_empties_the_prefix_cache_unless_a_sequence_runs() -> None:

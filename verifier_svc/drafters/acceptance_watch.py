@@ -87,5 +87,5 @@ class AcceptanceWatch:
 
     def _causes(self, *, has_worked: bool) -> str:
         needs = self._drafter.needs
-        kind = _CAUSE_OF_HEAD if needs.features else _CAUSE_OF_MODEL if needs.blocks else _CAUSE_OF_LOOKUP
+        kind = _CAUSE_OF_HEAD if needs.captured_layers else _CAUSE_OF_MODEL if needs.blocks else _CAUSE_OF_LOOKUP
         return "; ".join((_CAUSE_OF_CHANGE, kind) if has_worked else (kind,)) + f"; {_CAUSE_OF_SAMPLING}"

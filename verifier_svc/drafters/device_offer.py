@@ -40,7 +40,7 @@ class DeviceOffer(NamedTuple):
         """Return the layout of the memory for a drafter; None if it is on another device or wants no memory."""
         if not needs.overlaps or needs.device != self.uuid:
             return None
-        width = len(needs.features) * target.hidden_size
+        width = len(needs.captured_layers) * target.hidden_size
         return OverlapLayout(
             target.max_slots, self.tokens, target.max_nodes, width, self.hidden_dtype, self.prompt_rows
         )

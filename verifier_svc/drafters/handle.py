@@ -64,7 +64,7 @@ class DrafterHandle:
     def layers(self) -> tuple[int, ...]:
         """The layers whose hidden states requests carry now."""
         attachment = self.attachment
-        return () if attachment is None else attachment.needs.features
+        return () if attachment is None else attachment.needs.captured_layers
 
     @property
     def state(self) -> State:

@@ -25,7 +25,7 @@ class SentTokens:
         self._needs = needs
         self.block_size = block_size
         # Of one request.
-        self.most_new_tokens = sys.maxsize if needs.blocks or needs.features else MOST_LEARNT
+        self.most_new_tokens = sys.maxsize if needs.blocks or needs.captured_layers else MOST_LEARNT
         # By batch slot: the generation of the sequence in it, and how many of its tokens were sent.
         self._lengths: dict[int, tuple[int, int]] = {}
 
@@ -86,12 +86,12 @@ class SentTokens:
         length = len(sequence.tokens)
         if self._needs.blocks:
             length = min(length, len(sequence.block_ids) * self.block_size)
-        if self._needs.features:
+        if self._needs.captured_layers:
             length = min(length, sequence.num_computed + 1)
         return length
 
     def _hidden(self, sequence: Sequence, sent: int, length: int, captured: tuple[int, ...]) -> list[HiddenSlice]:
-        wanted = self._needs.features
+        wanted = self._needs.captured_layers
         # If the drafter attached in the middle of a step, that step may not have captured what it wants.
         if not wanted or not set(wanted).issubset(captured):
             return []

@@ -83,40 +83,40 @@ class DeviceRunner(TargetModel):
         self.planes = self.cache.data.view(2 * self.config.num_layers, self.cache.num_slots, -1)
 
     @property
-    def features(self) -> torch.Tensor:
+    def hidden_states(self) -> torch.Tensor:
         """Return the last pass's hidden states, [rows, captured * hidden_size].
 
         They have the cache's type and are valid until the next call.
         """
-        return self._model.features
+        return self._model.hidden_states
 
-    def feature_rows(self, rows: list[int]) -> NDArray[np.float32]:
-        """Fetch these rows of ``features``, float32 [len(rows), captured * hidden_size]."""
-        features = self._model.features
-        if len(rows) < len(features):
-            features = features[torch.tensor(rows, device=self._device)]
+    def fetch_hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
+        """Fetch these rows of ``hidden_states``, float32 [len(rows), captured * hidden_size]."""
+        hidden_states = self._model.hidden_states
+        if len(rows) < len(hidden_states):
+            hidden_states = hidden_states[torch.tensor(rows, device=self._device)]
         # Pinned memory is reused once its last view is gone: allocating fresh memory takes longer
         # than the copy. A prompt's large buffer would stay pinned without use.
-        is_pinned = self._device.type == "cuda" and 4 * features.numel() <= _MOST_PINNED_BYTES
-        fetched = torch.empty(features.shape, dtype=torch.float32, pin_memory=is_pinned)
-        rows_on_host: NDArray[np.float32] = fetched.copy_(features.to(torch.float32)).numpy()
+        is_pinned = self._device.type == "cuda" and 4 * hidden_states.numel() <= _MOST_PINNED_BYTES
+        fetched = torch.empty(hidden_states.shape, dtype=torch.float32, pin_memory=is_pinned)
+        rows_on_host: NDArray[np.float32] = fetched.copy_(hidden_states.to(torch.float32)).numpy()
         return rows_on_host
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, captured_layers: tuple[int, ...] = ()) -> torch.Tensor:
         """Run a batch and return its logits, float32 [len(batch.logit_rows), vocab_size].
 
         They are on the device and valid until the next call. The pass writes the KV entries of all
         rows before any row attends.
 
         Args:
-            features: layers whose hidden states to capture for all rows
+            captured_layers: layers whose hidden states to capture for all rows
                 (foretoken.drafting.FINAL_NORM).
 
         Raises:
             ValueError: the batch is larger than ``sizes``.
         """
-        return self._model.forward(batch, features)
+        return self._model.forward(batch, captured_layers)
 
     @torch.inference_mode()
     def commit(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
@@ -145,14 +145,14 @@ class DeviceRunner(TargetModel):
         return self._model.most_prompt_rows
 
     def overlap_pass(
-        self, features: tuple[int, ...], rows: int, seqs: int, max_seq_rows: int, blocks: int
+        self, captured_layers: tuple[int, ...], rows: int, seqs: int, max_seq_rows: int, blocks: int
     ) -> OverlapPass:
         """Return the buffers of an overlapped pass; see DeviceLlama.overlap_pass."""
-        return self._model.overlap_pass(features, rows, seqs, max_seq_rows, blocks)
+        return self._model.overlap_pass(captured_layers, rows, seqs, max_seq_rows, blocks)
 
-    def joined_pass(self, features: tuple[int, ...], shape: BatchShape) -> OverlapPass:
+    def joined_pass(self, captured_layers: tuple[int, ...], shape: BatchShape) -> OverlapPass:
         """Return the buffers of an overlapped pass with prompts; see DeviceLlama.joined_pass."""
-        return self._model.joined_pass(features, shape)
+        return self._model.joined_pass(captured_layers, shape)
 
     def tune(self, path: Path | None) -> None:
         """Time the matmul kernels and use the fastest. ``path``: a file that keeps the choices."""

@@ -185,35 +185,35 @@ class ModelRunner(TargetModel):
         )
 
     @property
-    def features(self) -> torch.Tensor:
+    def hidden_states(self) -> torch.Tensor:
         """Return the last pass's hidden states, float32 [rows, captured * hidden_size].
 
         They are valid until the next call.
         """
-        return self._model.features
+        return self._model.hidden_states
 
-    def feature_rows(self, rows: list[int]) -> NDArray[np.float32]:
-        """Copy these rows of ``features``, float32 [len(rows), captured * hidden_size]."""
+    def fetch_hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
+        """Copy these rows of ``hidden_states``, float32 [len(rows), captured * hidden_size]."""
         first, last = rows[0], rows[-1]
-        features: NDArray[np.float32] = self._model.features.numpy()
+        hidden_states: NDArray[np.float32] = self._model.hidden_states.numpy()
         if last - first + 1 == len(rows):
-            return features[first : last + 1].copy()
-        return features[rows]
+            return hidden_states[first : last + 1].copy()
+        return hidden_states[rows]
 
-    def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, captured_layers: tuple[int, ...] = ()) -> torch.Tensor:
         """Run a batch and return its logits, float32 [len(batch.logit_rows), vocab_size].
 
         They are valid until the next call. The pass writes the KV entries of all rows before any
         row attends.
 
         Args:
-            features: layers whose hidden states to capture for all rows
+            captured_layers: layers whose hidden states to capture for all rows
                 (foretoken.drafting.FINAL_NORM).
 
         Raises:
             ValueError: an index of the batch is out of range; nothing was written.
         """
-        return self._model.forward(batch, features)
+        return self._model.forward(batch, captured_layers)
 
     def commit(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
         """Copy KV entries from slot ``src_slots[i]`` to ``dst_slots[i]`` in all layers, in order.

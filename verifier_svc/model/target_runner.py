@@ -14,24 +14,24 @@ class TargetRunner(Protocol):
     """Runs the target model over flat batches and moves its KV entries."""
 
     @property
-    def features(self) -> torch.Tensor:
+    def hidden_states(self) -> torch.Tensor:
         """Return the last pass's hidden states, [rows, captured * hidden_size].
 
         They are on the model's device and valid until the next call.
         """
         ...
 
-    def feature_rows(self, rows: list[int]) -> np.ndarray:
-        """Fetch these rows of ``features``, float32 [len(rows), captured * hidden_size]."""
+    def fetch_hidden_states(self, rows: list[int]) -> np.ndarray:
+        """Fetch these rows of ``hidden_states``, float32 [len(rows), captured * hidden_size]."""
         ...
 
-    def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, captured_layers: tuple[int, ...] = ()) -> torch.Tensor:
         """Run a batch and return raw logits, float32 [wanted rows, vocab], on the model's device.
 
         They are valid until the next call. KV slots after the last block are scratch: rows may
         write entries there that nobody reads.
 
-        ``features``: layers whose hidden states to capture for all rows
+        ``captured_layers``: layers whose hidden states to capture for all rows
         (foretoken.drafting.FINAL_NORM).
         """
         ...

@@ -43,7 +43,7 @@ class Capture:
     def forget_sent(self, sequence: Sequence) -> None:
         """Drop the hidden states of a sequence that all its drafters were sent."""
         attachments = [drafter.attachment for drafter in self._routing.of(sequence)]
-        sent = [a.sent.length(sequence) for a in attachments if a is not None and a.needs.features]
+        sent = [a.sent.length(sequence) for a in attachments if a is not None and a.needs.captured_layers]
         if sent:
             # The hidden state at position sent - 1 belongs to the first token that was not sent.
             sequence.hidden_states.forget_before(min(sent) - 1)

@@ -237,7 +237,7 @@ class ModelRound(DraftRound):
         ``undrafted``: rows that got only their root in the last step.
         """
         for drafter, attachment in self.attached():
-            rows = self.rows_to_send(drafter, attachment, prefilling) if attachment.needs.features else []
+            rows = self.rows_to_send(drafter, attachment, prefilling) if attachment.needs.captured_layers else []
             drafted: list[DraftRow] = []
             if not attachment.is_catching_up():
                 drafted = self.rows_to_draft(drafter, attachment, plans)

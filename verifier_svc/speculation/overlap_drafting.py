@@ -56,7 +56,7 @@ class OverlapDrafting:  # large: what a run asks of its drafter, has sent it, an
     ) -> None:
         self.drafter, self.attachment = drafter, attachment
         self.controller = controller
-        self.features = captured
+        self.captured_layers = captured
         self.is_above_limit = is_above_limit
         # Most tokens that steps in flight may add to a sequence.
         self._most_in_flight = MAX_IN_FLIGHT * self.memory.layout.tokens if self.memory is not None else 0
@@ -241,7 +241,7 @@ class OverlapDrafting:  # large: what a run asks of its drafter, has sent it, an
             return False
         blocks = sequence.block_ids[sent // self._block_size : (length - 1) // self._block_size + 1]
         key = sequence.slot, sequence.generation
-        has_hidden = bool(attachment.needs.features) and 0 < num_hidden <= length - sent
+        has_hidden = bool(attachment.needs.captured_layers) and 0 < num_hidden <= length - sent
         self._prompts.append(
             DraftRow(
                 sequence,

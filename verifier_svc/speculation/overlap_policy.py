@@ -116,7 +116,7 @@ class OverlapPolicy:
 
     def _block(self, attachment: Attachment) -> OverlapBlock | None:
         """Return what keeps the one drafter of a batch from drafting ahead, or None."""
-        if attachment.needs.features != self._capture.layers:
+        if attachment.needs.captured_layers != self._capture.layers:
             return OverlapBlock.OTHER_HIDDEN_STATES
         if not attachment.has_overlap_memory:
             return OverlapBlock.NO_DEVICE_MEMORY

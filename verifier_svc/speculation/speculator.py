@@ -147,7 +147,7 @@ class Speculator:
         self._batch = max(num_soon, 1)
         for draft_round in (self.lookup_round, self.model_round):
             for drafter, attachment in draft_round.attached():
-                if not attachment.needs.features:
+                if not attachment.needs.captured_layers:
                     attachment.post(draft_round.rows_to_send(drafter, attachment, prefilling))
 
     def post(self, decoding: Seq[Sequence], prefilling: Seq[Sequence]) -> None:

@@ -67,7 +67,7 @@ from foretoken_kernels.cpu.tree_attention import ROW_TILE, tree_attention
     ATTENTION_OUT,
     GATED,
     OUTPUT,
-    FEATURES,
+    CAPTURED,
     LOGITS,
     SCORES,
     OFFSETS,

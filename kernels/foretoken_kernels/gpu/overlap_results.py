@@ -52,7 +52,7 @@ def _advance_batch(batch, rows, walk, results, max_walked, most, TOKENS: tl.cons
 
 
 @triton.jit(do_not_specialize=["num_rows", "max_walked"])
-def _gather_hidden(features, rows, walk, results, num_rows, max_walked, most, width, stride, BLOCK: tl.constexpr):
+def _gather_hidden(hidden_states, rows, walk, results, num_rows, max_walked, most, width, stride, BLOCK: tl.constexpr):
     out_row = tl.program_id(0)
     batch_row = out_row // most
     index = out_row % most
@@ -64,7 +64,7 @@ def _gather_hidden(features, rows, walk, results, num_rows, max_walked, most, wi
     row = tl.load(rows.row_starts + batch_row) + tl.maximum(node, 0)
     row = tl.minimum(tl.maximum(row, 0), num_rows - 1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(features + row.to(tl.int64) * stride + column, mask=column < width)
+    values = tl.load(hidden_states + row.to(tl.int64) * stride + column, mask=column < width)
     tl.store(results.hidden + out_row.to(tl.int64) * width + column, values, mask=column < width)
 
 
@@ -96,27 +96,27 @@ def advance_batch(batch: BatchState, rows: StepRows, walk: WalkTensors, results:
     )
 
 
-def gather_hidden(features: torch.Tensor, rows: StepRows, walk: WalkTensors, results: StepResults) -> None:
+def gather_hidden(hidden_states: torch.Tensor, rows: StepRows, walk: WalkTensors, results: StepResults) -> None:
     """Copy the hidden states that gave the committed tokens; call it after ``advance_batch``.
 
     Args:
-        features: [rows, width], hidden states of the target's pass; rows are contiguous, dtype as
-            ``results.hidden``.
+        hidden_states: [rows, width], hidden states of the target's pass; rows are contiguous, dtype
+            as ``results.hidden``.
     """
     width = results.hidden.shape[1]
     most = results.new_tokens.shape[1]
-    if features.shape[1] != width or features.stride(1) != 1:
-        raise ValueError(f"hidden states have {features.shape[1]} elements; there is room for {width}")
+    if hidden_states.shape[1] != width or hidden_states.stride(1) != 1:
+        raise ValueError(f"hidden states have {hidden_states.shape[1]} elements; there is room for {width}")
     _gather_hidden[(len(rows.num_nodes) * most, triton.cdiv(width, _COPY_BLOCK))](
-        features,
+        hidden_states,
         rows,
         walk,
         results,
-        len(features),
+        len(hidden_states),
         walk.tokens.shape[1],
         most,
         width,
-        features.stride(0),
+        hidden_states.stride(0),
         BLOCK=_COPY_BLOCK,
         num_warps=4,
     )

@@ -68,11 +68,11 @@ def test_tokenizer_has_every_id_and_encodes_as_before(folder: Path) -> None:
 
 def test_head_loads_with_its_own_vocabulary(folder: Path) -> None:
     head = load_head(folder / "eagle3", folder / "target")
-    assert head.features == (2, 6, 9)
+    assert head.captured_layers == (2, 6, 9)
     assert head.target_ids is not None and len(head.target_ids) == 1000
     assert head.target_ids[0] == 0 and head.target_ids[-1] == 8256 * 999 // 1000
-    features = torch.randn(len(TOKENS) - 1, head.feature_width, generator=torch.Generator().manual_seed(0))
-    logits, _ = PagedHead(head).extend(TOKENS[1:], 1, features, from_target=True)
+    hidden_states = torch.randn(len(TOKENS) - 1, head.hidden_width, generator=torch.Generator().manual_seed(0))
+    logits, _ = PagedHead(head).extend(TOKENS[1:], 1, hidden_states, from_target=True)
     assert logits.shape == (19, 1000) and torch.isfinite(logits).all()
     # Confident enough for a deep tree.
     assert 5 < logits.std() < 20 and logits.softmax(dim=1).max(dim=1).values.median() > 0.4

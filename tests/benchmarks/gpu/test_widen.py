@@ -24,7 +24,7 @@ from benchmarks.gpu.widen import (
 )
 from benchmarks.gpu.widen_check import compare, reserved_margins
 from foretoken.models.config import load_config
-from foretoken.models.draft_config import head_config, head_features
+from foretoken.models.draft_config import head_captured_layers, head_config
 from foretoken.models.weights import Checkpoint
 from models.demo.held_out import held_out_prompts
 from tests.foretoken.test_models import Paged
@@ -86,7 +86,7 @@ def test_every_part_is_larger_and_stored_as_bfloat16(wide: Path) -> None:
         assert (config.num_heads, config.num_kv_heads, config.head_dim) == (12, 3, 128)
     assert target.num_layers == 11 and head.draft_vocab_size == 8320
     # The layers that engines take if a config names none.
-    assert head_features(head, 11) == (2, 5, 8)
+    assert head_captured_layers(head, 11) == (2, 5, 8)
     for folder, integers in ((wide / "target", set()), (wide / "eagle3", {"d2t", "t2d"})):
         with Checkpoint(folder) as checkpoint:
             assert {checkpoint.dtype(name) for name in checkpoint.names - integers} == {torch.bfloat16}
@@ -112,7 +112,7 @@ def test_the_reserved_id_is_the_farthest_from_being_sampled() -> None:
     assert reserved_margins(SMALL, PROMPTS, [RESERVED_ID])[RESERVED_ID] < -8
 
 
-def test_layers_stand_between_the_features() -> None:
+def test_layers_stand_between_the_captured_layers() -> None:
     assert place_layers(8, 32, (2, 5, 7), (2, 16, 29)) == [0, 1, 2, 3, 4, 16, 17, 29]
     with pytest.raises(WidenError, match="do not fit"):
         place_layers(8, 10, (2, 5, 7), (2, 4, 8))

@@ -112,8 +112,8 @@ def eagle(tmp_path: Path) -> Case:
 
 def test_needs(case: Case) -> None:
     drafter = case.drafter()
-    features = (2, NUM_LAYERS // 2, NUM_LAYERS - 3) if case.algorithm == "EAGLE3" else (FINAL_NORM,)
-    assert drafter.needs(info(case.target)) == DrafterNeeds(features, num_rerun=1, blocks=True, weights=True)
+    layers = (2, NUM_LAYERS // 2, NUM_LAYERS - 3) if case.algorithm == "EAGLE3" else (FINAL_NORM,)
+    assert drafter.needs(info(case.target)) == DrafterNeeds(layers, num_rerun=1, blocks=True, weights=True)
     assert drafter.algorithm == case.algorithm
 
 
@@ -184,7 +184,7 @@ def test_another_target_than_the_folder_says_is_refused(eagle: Case) -> None:
     eagle.drafter(target=eagle.target).attach(info("/nowhere"), None)
 
 
-def test_features_of_another_width_are_an_error(eagle: Case) -> None:
+def test_hidden_states_of_another_width_are_an_error(eagle: Case) -> None:
     drafter = eagle.drafter()
     drafter.attach(info(eagle.target), None)
     with pytest.raises(ValueError, match="expected 64 wide"):

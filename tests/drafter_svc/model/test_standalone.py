@@ -116,7 +116,7 @@ def test_what_the_target_itself_drafts_is_always_accepted(folder: Path, params: 
                 zip(prompts, texts, tables, done, new, strict=True)
             )
         ]
-        batch = drafter.draft(request_of(rows, with_features=False, step_id=step + 1))
+        batch = drafter.draft(request_of(rows, with_hidden=False, step_id=step + 1))
         for slot, text in enumerate(texts):
             tree = batch.tree(slot)
             assert tree.parents.tolist() == list(range(-1, tree.num_nodes - 1))
@@ -134,7 +134,7 @@ def test_wide_trees_hold_the_targets_text_as_well(folder: Path) -> None:
     prompt = [5, 6, 7, 8, 9]
     text = target.text(prompt, 4, SamplingParams(temperature=0.0))
     row = Row(prompt, 5, [3, 8], max_nodes=16, max_depth=4, max_branches=3)
-    tree = drafter.draft(request_of([row], with_features=False)).tree(0)
+    tree = drafter.draft(request_of([row], with_hidden=False)).tree(0)
     assert tree.num_nodes == 16
     node, found = 0, []
     while True:
@@ -201,10 +201,10 @@ def test_released_and_attached_again(folder: Path) -> None:
     assert drafter.gauges() == {}
     drafter.attach(info(folder), None)
     row = Row([1, 2, 3, 4, 5], 5, [3, 8])
-    first = drafter.draft(request_of([row], with_features=False))
+    first = drafter.draft(request_of([row], with_hidden=False))
     drafter.release([0, 1])
     drafter.attach(info(folder, max_slots=2), None)
-    again = drafter.draft(request_of([row], with_features=False))
+    again = drafter.draft(request_of([row], with_hidden=False))
     np.testing.assert_array_equal(first.tokens, again.tokens)
     assert drafter.gauges()["draft_extend_tokens"] == 5
 

@@ -32,30 +32,30 @@ class Drafting:
         self,
         *,
         num_depths: int = 1,
-        features: bool = True,
+        hidden: bool = True,
         coupled: bool = True,
         budget: int | None = None,
         target_ids: np.ndarray | None = None,
         **target: Any,
     ) -> None:
         info = target_info(**target)
-        self.num_depths, self.features = num_depths, features
+        self.num_depths, self.hidden = num_depths, hidden
         self.scale = COUPLING_SCALE if coupled else 0.0
         self.target_ids = target_ids
-        self.model = DigestModel(num_depths, features=features, target_ids=target_ids)
-        self.rows = DraftRows(info, first_position=int(features), num_depths=num_depths, needs_features=features)
+        self.model = DigestModel(num_depths, reads_hidden=hidden, target_ids=target_ids)
+        self.rows = DraftRows(info, first_position=int(hidden), num_depths=num_depths, needs_hidden=hidden)
         growth = partial(HostGrowth, self.model, info)
         self.passes = DraftPasses(self.model, info, self.rows, make_growth=growth, coupled=coupled, budget=budget)
 
     def draft(self, *rows: Row) -> DraftBatch:
-        return self.passes.draft(request_of(rows, with_features=self.features))
+        return self.passes.draft(request_of(rows, with_hidden=self.hidden))
 
     def expect_tree(self, batch: DraftBatch, index: int, row: Row, valid_start: int) -> None:
         expected = reference_tree(
             row,
             valid_start,
             num_depths=self.num_depths,
-            with_features=self.features,
+            with_hidden=self.hidden,
             scale=self.scale,
             target_ids=self.target_ids,
         )
@@ -75,7 +75,7 @@ class Drafting:
 
 KINDS: dict[str, dict[str, Any]] = {
     "head": {},
-    "draft model": {"features": False},
+    "draft model": {"hidden": False},
     "two modules": {"num_depths": 2},
     "three modules": {"num_depths": 3},
 }
@@ -91,7 +91,7 @@ def test_trees_of_a_growing_sequence(kind: dict[str, Any], shape: tuple[int, int
     for new in (6, 1, 3, 4, 2, 5):
         length += new
         row = Row(tokens[:length], new, BLOCKS, max_nodes=shape[0], max_depth=shape[1], max_branches=shape[2])
-        drafting.check(int(drafting.features), row)
+        drafting.check(int(drafting.hidden), row)
 
 
 @ALL_KINDS
@@ -108,7 +108,7 @@ def test_rows_of_one_request_differ_in_shape_and_temperature(kind: dict[str, Any
         if row.max_nodes == 1:
             assert batch.tree(index).tokens.tolist() == [row.tokens[-1]]
         else:
-            drafting.expect_tree(batch, index, row, int(drafting.features))
+            drafting.expect_tree(batch, index, row, int(drafting.hidden))
 
 
 @pytest.mark.parametrize("coupled", [True, False])
@@ -145,7 +145,7 @@ def test_a_long_prompt_takes_passes_of_bounded_size(kind: dict[str, Any], monkey
     first = Row(some_tokens(37), 37, list(range(10)), max_depth=2)
     second = Row(some_tokens(30, 1), 30, list(range(10, 18)), slot=1)
     batch = drafting.draft(first, second)
-    start = int(drafting.features)
+    start = int(drafting.hidden)
     drafting.expect_tree(batch, 0, first, start)
     drafting.expect_tree(batch, 1, second, start)
     assert drafting.passes.figures.extend_tokens == 67 - 2 * start
@@ -192,11 +192,11 @@ def test_levels_that_do_not_fit_end_the_attachment_and_not_the_process() -> None
 def test_a_prefix_that_the_cache_holds_is_gone_on_from(kind: dict[str, Any]) -> None:
     drafting = Drafting(**kind)
     first = some_tokens(11)
-    drafting.check(int(drafting.features), Row(first, 11, [5, 2, 9]))
+    drafting.check(int(drafting.hidden), Row(first, 11, [5, 2, 9]))
     # The verifier computes from position 8 on, and sends hidden states from there.
     second = [*first[:8], *some_tokens(5, 1)]
     before = drafting.passes.figures.extend_tokens
-    drafting.check(int(drafting.features), Row(second, 13, [5, 2, 4, 6], slot=1, hidden=5))
+    drafting.check(int(drafting.hidden), Row(second, 13, [5, 2, 4, 6], slot=1, hidden=5))
     assert drafting.passes.figures.extend_tokens - before == 5
 
 
@@ -204,10 +204,10 @@ def test_a_prefix_that_the_cache_holds_is_gone_on_from(kind: dict[str, Any]) -> 
 def test_a_prefix_that_is_sent_in_two_parts(kind: dict[str, Any]) -> None:
     drafting = Drafting(**kind)
     tokens = some_tokens(20)
-    drafting.check(int(drafting.features), Row(tokens, 20, BLOCKS))
+    drafting.check(int(drafting.hidden), Row(tokens, 20, BLOCKS))
     other = [*tokens[:16], *some_tokens(3, 1)]
     drafting.draft(Row(other[:6], 6, BLOCKS, slot=1, hidden=0, max_nodes=1))
-    drafting.check(int(drafting.features), Row(other, 13, [*BLOCKS[:4], 1], slot=1, hidden=3))
+    drafting.check(int(drafting.hidden), Row(other, 13, [*BLOCKS[:4], 1], slot=1, hidden=3))
 
 
 def test_a_recycled_block_ends_the_prefix_of_a_head_and_starts_a_window() -> None:
@@ -221,7 +221,7 @@ def test_a_recycled_block_ends_the_prefix_of_a_head_and_starts_a_window() -> Non
 
 
 def test_a_recycled_block_is_prefilled_again_by_a_draft_model() -> None:
-    drafting = Drafting(features=False)
+    drafting = Drafting(hidden=False)
     first = some_tokens(17)
     drafting.check(0, Row(first, 17, [5, 2, 9, 0, 7]))
     drafting.check(0, Row(some_tokens(6, 1), 6, [2, 11], slot=1))
@@ -231,13 +231,13 @@ def test_a_recycled_block_is_prefilled_again_by_a_draft_model() -> None:
 @ALL_KINDS
 def test_a_block_that_is_half_overwritten_is_nobodys_prefix(kind: dict[str, Any]) -> None:
     drafting = Drafting(**kind)
-    start = int(drafting.features)
+    start = int(drafting.hidden)
     first = some_tokens(9)
     drafting.check(start, Row(first, 9, [5, 2, 9]))
     drafting.check(start, Row(some_tokens(2, 1), 2, [2], slot=1))
     row = Row([*first[:8], 7, 8], 10, [5, 2, 4], slot=2, hidden=2)
     if drafting.num_depths == 1:
-        drafting.check(8 if drafting.features else 0, row)
+        drafting.check(8 if drafting.hidden else 0, row)
     else:
         # Not even the carried output: modules after the first start later.
         drafting.check(8, row)
@@ -246,11 +246,11 @@ def test_a_block_that_is_half_overwritten_is_nobodys_prefix(kind: dict[str, Any]
 @ALL_KINDS
 def test_another_tenants_prefix_is_not_gone_on_from(kind: dict[str, Any]) -> None:
     drafting = Drafting(**kind)
-    start = int(drafting.features)
+    start = int(drafting.hidden)
     tokens = some_tokens(9)
     drafting.check(start, Row(tokens, 9, [5, 2, 9], salt=1))
     row = Row([*tokens[:8], 1, 2], 10, [5, 2, 4], slot=1, salt=2, hidden=2)
-    drafting.check(8 if drafting.features else 0, row)
+    drafting.check(8 if drafting.hidden else 0, row)
 
 
 def test_a_gap_starts_a_window() -> None:
@@ -265,7 +265,7 @@ def test_a_gap_starts_a_window() -> None:
     drafting.check_undrafted(Row(tokens[:20], 20, BLOCKS, slot=1, hidden=0))
 
 
-def test_a_gap_of_features_starts_a_window() -> None:
+def test_a_gap_of_hidden_states_starts_a_window() -> None:
     drafting = Drafting()
     tokens = some_tokens(30)
     drafting.check(1, Row(tokens[:9], 9, BLOCKS))
@@ -283,7 +283,7 @@ def test_a_window_in_several_modules_starts_later_in_each() -> None:
 
 
 def test_a_draft_model_prefills_what_it_missed_of_a_sequence_from_the_gap_on() -> None:
-    drafting = Drafting(features=False)
+    drafting = Drafting(hidden=False)
     tokens = some_tokens(30)
     drafting.check(0, Row(tokens[:9], 9, BLOCKS))
     drafting.check(11, Row(tokens[:13], 2, BLOCKS))
@@ -292,7 +292,7 @@ def test_a_draft_model_prefills_what_it_missed_of_a_sequence_from_the_gap_on() -
 @ALL_KINDS
 def test_a_new_generation_and_a_shorter_length_start_anew(kind: dict[str, Any]) -> None:
     drafting = Drafting(**kind)
-    start = int(drafting.features)
+    start = int(drafting.hidden)
     drafting.check(start, Row(some_tokens(9), 9, BLOCKS))
     drafting.check(start, Row(some_tokens(6, 1), 6, [4, 6], generation=2))
     drafting.check(start, Row(some_tokens(5, 2), 5, [8, 10], generation=2))
@@ -302,7 +302,7 @@ def test_a_new_generation_and_a_shorter_length_start_anew(kind: dict[str, Any]) 
 @ALL_KINDS
 def test_final_updates_are_written_before_the_new_owner_of_slot_and_blocks(kind: dict[str, Any]) -> None:
     drafting = Drafting(**kind)
-    start = int(drafting.features)
+    start = int(drafting.hidden)
     old = some_tokens(11)
     drafting.check(start, Row(old[:9], 9, [5, 2, 9]))
     ended = Row(old, 2, [5, 2, 9], max_nodes=1)
@@ -317,7 +317,7 @@ def test_final_updates_are_written_before_the_new_owner_of_slot_and_blocks(kind:
 @ALL_KINDS
 def test_final_updates_that_come_in_parts_between_the_new_owners_tokens(kind: dict[str, Any]) -> None:
     drafting = Drafting(**kind)
-    start = int(drafting.features)
+    start = int(drafting.hidden)
     old, new = some_tokens(11), some_tokens(10, 1)
     drafting.check(start, Row(old[:8], 8, [5, 2]))
     drafting.draft(Row(old[:10], 2, [5, 2, 9], max_nodes=1), Row(new[:9], 9, [9, 5, 4], generation=2, max_nodes=1))
@@ -343,7 +343,7 @@ def test_a_row_without_any_token_forgets_nothing() -> None:
 @ALL_KINDS
 def test_a_final_update_makes_a_prefix_for_a_row_of_the_same_request(kind: dict[str, Any]) -> None:
     drafting = Drafting(**kind)
-    start = int(drafting.features)
+    start = int(drafting.hidden)
     old = some_tokens(9)
     drafting.check(start, Row(old[:6], 6, [5, 2]))
     ended = Row(old[:8], 2, [5, 2], max_nodes=1)
@@ -365,7 +365,7 @@ def test_a_released_sequence_is_forgotten_and_its_blocks_are_not() -> None:
 
 
 def test_a_draft_model_catches_up_within_its_budget() -> None:
-    drafting = Drafting(features=False, budget=70, max_model_len=400, num_blocks=120)
+    drafting = Drafting(hidden=False, budget=70, max_model_len=400, num_blocks=120)
     tokens, blocks = some_tokens(200), list(range(80))
     other = Row(some_tokens(8, 1), 8, [90, 91], slot=1)
     for length, new in ((180, 180), (181, 1)):
@@ -377,7 +377,7 @@ def test_a_draft_model_catches_up_within_its_budget() -> None:
 
 
 def test_a_draft_model_drafts_again_where_nothing_is_new() -> None:
-    drafting = Drafting(features=False)
+    drafting = Drafting(hidden=False)
     tokens = some_tokens(8)
     drafting.check(0, Row(tokens, 8, BLOCKS))
     drafting.check(0, Row(tokens, 0, BLOCKS))

@@ -18,7 +18,7 @@ START = 20
 def learn(rows: DraftRows, sent: Sequence[Row], states: Sequence[int], pass_rows: int = 100) -> PromptPasses:
     """Learn rows that follow one batch row, each with so many hidden states."""
     batch_row = Row([], 0, [], slot=-1, generation=0)
-    request = request_of([batch_row, *sent], with_features=False)
+    request = request_of([batch_row, *sent], with_hidden=False)
     request.rows["device_hidden"][1:] = states
     step = DeviceStep(1, begins=True, is_last=False, num_batch_rows=1, prompt_start=START)
     return PromptRows(rows, target_info(), pass_rows).learn(replace(request, device_step=step))
@@ -26,7 +26,7 @@ def learn(rows: DraftRows, sent: Sequence[Row], states: Sequence[int], pass_rows
 
 def spans(found: PromptPasses) -> list[tuple[int, list[int]]]:
     """Return each pass's first hidden state and its positions."""
-    return [(part.first_feature, part.batch.positions.tolist()) for part in found.passes]
+    return [(part.first_hidden, part.batch.positions.tolist()) for part in found.passes]
 
 
 def prompt(count: int, slot: int, blocks: list[int], seed: int = 1) -> Row:
@@ -67,7 +67,7 @@ def test_hidden_states_of_a_pass_are_consecutive() -> None:
 
 
 def test_a_draft_model_reads_no_hidden_states() -> None:
-    rows = DraftRows(target_info(), first_position=0, needs_features=False)
+    rows = DraftRows(target_info(), first_position=0, needs_hidden=False)
     found = learn(rows, [prompt(3, 0, [3]), prompt(2, 1, [4], 2)], [0, 0])
     assert [positions for _, positions in spans(found)] == [[0, 1, 2, 0, 1]]
 

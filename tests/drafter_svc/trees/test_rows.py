@@ -8,12 +8,12 @@ from tests.support.paged_draft import BLOCK, Row, request_of, some_tokens, targe
 
 def test_a_block_that_another_has_claimed_is_not_keyed_for_its_old_owner() -> None:
     """The new owner's tokens are never read; its KV entries still must not count as old text."""
-    rows = DraftRows(target_info(), first_position=0, needs_features=False)
+    rows = DraftRows(target_info(), first_position=0, needs_hidden=False)
     tokens = some_tokens(3 * BLOCK, 1)
 
     def send(row: Row) -> int:
         """Return the end of the valid range."""
-        (sent,) = sent_rows(request_of([row], with_features=False))
+        (sent,) = sent_rows(request_of([row], with_hidden=False))
         sequence = rows.learn(sent)
         assert sequence is not None
         rows.extend(sent, sequence, 2 * BLOCK)
@@ -27,15 +27,15 @@ def test_a_block_that_another_has_claimed_is_not_keyed_for_its_old_owner() -> No
     rows.claim_blocks(new, 2, 3)
     assert rows.advance(old, tokens[BLOCK + 1 : 2 * BLOCK], is_written=True)
     heir = Row(tokens[: 2 * BLOCK + 1], 2 * BLOCK + 1, [5, 6, 8], slot=2)
-    (sent,) = sent_rows(request_of([heir], with_features=False))
+    (sent,) = sent_rows(request_of([heir], with_hidden=False))
     learnt = rows.learn(sent)
     assert learnt is not None and learnt.valid_end == BLOCK
 
 
 def test_a_sequence_is_dropped_and_its_slots_successor_stays() -> None:
-    rows = DraftRows(target_info(), first_position=0, needs_features=False)
+    rows = DraftRows(target_info(), first_position=0, needs_hidden=False)
     for generation in (1, 2):
-        (sent,) = sent_rows(request_of([Row([3, 4], 2, [5], generation=generation)], with_features=False))
+        (sent,) = sent_rows(request_of([Row([3, 4], 2, [5], generation=generation)], with_hidden=False))
         assert rows.learn(sent) is not None
     old, new = rows.find(0, 1, 0), rows.find(0, 2, 0)
     assert old is not None and new is not None
@@ -47,12 +47,12 @@ def test_a_sequence_is_dropped_and_its_slots_successor_stays() -> None:
 
 
 def test_nobody_goes_on_from_entries_that_were_revoked() -> None:
-    rows = DraftRows(target_info(), first_position=0, needs_features=False)
+    rows = DraftRows(target_info(), first_position=0, needs_hidden=False)
     tokens = some_tokens(2 * BLOCK + 1, 2)
 
     def send(row: Row) -> int:
         """Return where the row's new entries begin, and revoke those of the first slot."""
-        (sent,) = sent_rows(request_of([row], with_features=False))
+        (sent,) = sent_rows(request_of([row], with_hidden=False))
         sequence = rows.learn(sent)
         assert sequence is not None
         extension = rows.extend(sent, sequence, len(tokens))

@@ -23,14 +23,14 @@ TEXTS.append([*TEXTS[0][:10], *TEXTS[1][:30]])
 
 @dataclass
 class Running:
-    """A sequence of the verifier: tokens sent so far, with hidden states from ``featured`` on."""
+    """A sequence of the verifier: tokens sent so far, with hidden states from ``first_hidden`` on."""
 
     tokens: list[int]
     blocks: list[int]
     salt: int
     slot: int
     generation: int
-    featured: int
+    first_hidden: int
     sent: int = 0
 
 
@@ -38,7 +38,7 @@ class Running:
 class Verifier:
     """A block allocator with a prefix cache, whose requests may be lost."""
 
-    features: bool
+    hidden: bool
     random: random.Random
     cached: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     running: dict[int, Running] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Verifier:
             slot=sequence.slot,
             generation=sequence.generation,
             salt=sequence.salt,
-            hidden=min(new, length - sequence.featured),
+            hidden=min(new, length - sequence.first_hidden),
             max_nodes=max_nodes,
             max_depth=3,
             max_branches=2,
@@ -131,20 +131,20 @@ ACTIONS = st.one_of(
 
 
 @pytest.mark.parametrize(
-    ("num_depths", "features", "loses"),
+    ("num_depths", "hidden", "loses"),
     [(1, True, True), (1, True, False), (1, False, True), (2, True, False)],
     ids=["head", "head, nothing lost", "draft model", "two modules, nothing lost"],
 )
 @settings(max_examples=60, deadline=None)
 @given(actions=st.lists(ACTIONS, max_size=40), seed=st.integers(0, 2**16))
 def test_trees_are_right(
-    num_depths: int, features: bool, loses: bool, actions: list[tuple[str, int, int, int]], seed: int
+    num_depths: int, hidden: bool, loses: bool, actions: list[tuple[str, int, int, int]], seed: int
 ) -> None:
     info = target_info(num_blocks=NUM_BLOCKS, max_slots=NUM_SLOTS)
-    model = DigestModel(num_depths, features=features)
-    rows = DraftRows(info, first_position=int(features), num_depths=num_depths, needs_features=features)
+    model = DigestModel(num_depths, reads_hidden=hidden)
+    rows = DraftRows(info, first_position=int(hidden), num_depths=num_depths, needs_hidden=hidden)
     passes = DraftPasses(model, info, rows, make_growth=partial(HostGrowth, model, info))
-    verifier = Verifier(features, random.Random(seed))
+    verifier = Verifier(hidden, random.Random(seed))
     for name, *values in [*actions, ("post", 0, 0, 0)]:
         if name == "start":
             verifier.start(*values)
@@ -156,14 +156,14 @@ def test_trees_are_right(
             verifier.request()
         elif name == "post" and (sent := verifier.request()):
             model.starts = {}
-            batch = passes.draft(request_of(sent, with_features=features))
+            batch = passes.draft(request_of(sent, with_hidden=hidden))
             for index, row in enumerate(sent):
                 tree = batch.tree(index)
                 assert tree.tokens[0] == row.tokens[-1] or (row.new == 0 and tree.tokens.tolist() == [0])
                 drafted = index in model.starts and row.max_nodes > 1
                 if not loses:
-                    assert drafted == (row.max_nodes > 1 and len(row.tokens) > int(features))
-                    assert model.starts.get(index, int(features)) == int(features)
+                    assert drafted == (row.max_nodes > 1 and len(row.tokens) > int(hidden))
+                    assert model.starts.get(index, int(hidden)) == int(hidden)
                 if drafted:
-                    expected = reference_tree(row, model.starts[index], num_depths=num_depths, with_features=features)
+                    expected = reference_tree(row, model.starts[index], num_depths=num_depths, with_hidden=hidden)
                     assert (tree.tokens.tolist(), tree.parents.tolist()) == expected[:2]

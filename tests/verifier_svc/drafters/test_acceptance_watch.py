@@ -16,7 +16,7 @@ from tests.support.hash_target import HashTarget
 from verifier_svc.drafters.acceptance_watch import MIN_SHARE, NUM_USUAL_WINDOWS, WINDOW_DRAFTS, AcceptanceWatch
 from verifier_svc.info import drafter_state
 
-HEAD = DrafterNeeds(features=(-1,), num_rerun=1, blocks=True)
+HEAD = DrafterNeeds(captured_layers=(-1,), num_rerun=1, blocks=True)
 MODEL = DrafterNeeds(blocks=True)
 
 

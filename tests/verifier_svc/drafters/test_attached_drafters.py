@@ -272,7 +272,7 @@ def test_changes_of_drafters_take_no_place_in_the_queue() -> None:
     assert run.engine.queue_room == 0
 
 
-class Featured(ScriptedDrafter):
+class HiddenStateReader(ScriptedDrafter):
     """A drafter that wants one layer's hidden states."""
 
     def __init__(self, layer: int) -> None:
@@ -281,7 +281,7 @@ class Featured(ScriptedDrafter):
         self.num_hidden = 0
 
     def needs(self, target: TargetInfo) -> DrafterNeeds:
-        return DrafterNeeds(features=(self._layer,))
+        return DrafterNeeds(captured_layers=(self._layer,))
 
     def draft(self, request: DraftRequest) -> DraftBatch:
         self.num_hidden += len(request.hidden)
@@ -292,8 +292,8 @@ def test_hidden_states_of_a_drafter_that_attaches_within_a_step() -> None:
     """A bug once: the step had captured other states than the drafter wants; the engine died."""
     one = request(0.0, "merge")
     expected = plain(one)
-    late = Featured(2)
-    run = harness(first=Featured(1))
+    late = HiddenStateReader(2)
+    run = harness(first=HiddenStateReader(1))
     got = run_with(run, [one], {10: lambda: attach(run, source("late", late))})[0]
     assert_same(got, expected)
     assert late.num_hidden > 0

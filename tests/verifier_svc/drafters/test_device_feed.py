@@ -123,8 +123,8 @@ def test_no_hidden_state_comes_to_the_host(odd: str, monkeypatch: pytest.MonkeyP
     oracle = oracle_of(requests, expected)
     runs = Runs([oracle, TestSource("quick", ScriptedDrafter({}), INFO)])  # type: ignore[list-item]
     runner = runs.harness.runner
-    fetch = runner.feature_rows
-    monkeypatch.setattr(runner, "feature_rows", lambda rows: fetched.append(len(rows)) or fetch(rows))
+    fetch = runner.fetch_hidden_states
+    monkeypatch.setattr(runner, "fetch_hidden_states", lambda rows: fetched.append(len(rows)) or fetch(rows))
     runs.harness.run(requests)
     assert fetched[0] == sum(len(request.prompt) for request in requests[:5])
     # The last sequence's final update is sent while nobody waits for a tree.

@@ -170,7 +170,7 @@ def test_without_one_device_and_one_host_there_is_none(
         there = attached(client)
         assert there.overlap_memory is None
         there.order.await_draft(99)
-        assert (client.needs.device, client.needs.features) == ("" if transport == "grpc" else DEVICE, (1,))
+        assert (client.needs.device, client.needs.captured_layers) == ("" if transport == "grpc" else DEVICE, (1,))
         hidden = [[[0.0, 1.0]]]
         there.post(draft_request([[5]], epoch=EPOCH, hidden_width=2, hidden=hidden))
         assert there.receive(LONG_S) is not None

@@ -15,7 +15,7 @@ from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.transports.transport import InProcessTransport
 from tests.support.draft_requests import draft_batch
 from tests.support.engine_harness import Harness, Request
-from tests.support.hash_target import HIDDEN_SIZE, HashTarget, feature_of
+from tests.support.hash_target import HIDDEN_SIZE, HashTarget, hidden_state_of
 from verifier_svc.drafters.sent_tokens import CATCH_UP_TOKENS
 
 VOCAB = 12
@@ -30,8 +30,8 @@ class HeadLike:
 
     algorithm = "EAGLE3"
 
-    def __init__(self, features: tuple[int, ...] = (2, 1), num_rerun: int = 1) -> None:
-        self._needs = DrafterNeeds(features, num_rerun, blocks=True)
+    def __init__(self, captured_layers: tuple[int, ...] = (2, 1), num_rerun: int = 1) -> None:
+        self._needs = DrafterNeeds(captured_layers, num_rerun, blocks=True)
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.blocks: dict[tuple[int, int], dict[int, int]] = {}
         # By row: positions whose hidden states were sent.
@@ -75,9 +75,11 @@ class HeadLike:
         sent, length = len(tokens), len(tokens) + len(new)
         assert length == request.lengths[row], "a token was sent twice, or never"
         tokens += new
-        for index, features in enumerate(hidden, start=length - len(hidden)):
-            expected = [value for state in self._needs.features for value in feature_of(tokens[:index], state)]
-            assert features.tolist() == expected, f"features of another position beside token {index}"
+        for index, states in enumerate(hidden, start=length - len(hidden)):
+            expected = [
+                value for state in self._needs.captured_layers for value in hidden_state_of(tokens[:index], state)
+            ]
+            assert states.tolist() == expected, f"hidden states of another position beside token {index}"
             self.known.setdefault(key, []).append(index)
         table = self.blocks.setdefault(key, {})
         for place, block in enumerate(blocks, start=sent // self.block_size):
@@ -105,12 +107,12 @@ def harness(drafter: HeadLike, target: HashTarget | None = None, **options: obje
     )
 
 
-@pytest.mark.parametrize("features", [(2, 1), (FINAL_NORM,), (0, 2, FINAL_NORM)])
+@pytest.mark.parametrize("captured_layers", [(2, 1), (FINAL_NORM,), (0, 2, FINAL_NORM)])
 @pytest.mark.parametrize("chunk_tokens", [3, 64])
 def test_each_token_is_sent_with_the_hidden_states_of_the_position_before_it(
-    features: tuple[int, ...], chunk_tokens: int
+    captured_layers: tuple[int, ...], chunk_tokens: int
 ) -> None:
-    drafter = HeadLike(features)
+    drafter = HeadLike(captured_layers)
     run = harness(drafter, chunk_tokens=chunk_tokens)
     prompts = [list(range(1, 11)), [3, 1, 4, 1, 5, 9, 2, 6], [7]]
     results = run.run(ask(prompt) for prompt in prompts)
@@ -118,7 +120,7 @@ def test_each_token_is_sent_with_the_hidden_states_of_the_position_before_it(
     sent = sorted(drafter.tokens.values())
     assert sent == sorted(prompt + result.token_ids for prompt, result in zip(prompts, results, strict=True))
     for key, tokens in drafter.tokens.items():
-        assert drafter.known[key] == list(range(1, len(tokens))), "a token without features, or out of order"
+        assert drafter.known[key] == list(range(1, len(tokens))), "a token without hidden states, or out of order"
     assert run.speculator.counters["head"].num_accepted_tokens > 0
 
 
@@ -131,7 +133,7 @@ def test_rows_that_draft_without_the_head_capture_nothing() -> None:
     assert target.captured[-1] == (2, 1)
 
 
-def test_a_prefix_hit_has_the_features_of_its_last_position() -> None:
+def test_a_prefix_hit_has_the_hidden_states_of_its_last_position() -> None:
     drafter = HeadLike()
     run = harness(drafter)
     prompt = list(range(10)) * 2
@@ -154,7 +156,7 @@ def test_a_head_of_several_layers_gets_as_many_positions_again() -> None:
     assert drafter.known[key][0] == 18
 
 
-def test_preempted_sequences_begin_anew_with_features() -> None:
+def test_preempted_sequences_begin_anew_with_hidden_states() -> None:
     drafter = HeadLike()
     run = harness(drafter, num_blocks=26, max_running=6)
     results = run.run(ask([n, n + 1, n + 2]) for n in range(6))
@@ -188,8 +190,8 @@ def test_a_drafter_that_is_away_as_a_pass_begins_gets_no_hidden_states(monkeypat
     """The drafter is back before the pass ends, but the pass has captured nothing."""
 
     class Target(HashTarget):
-        def forward(self, batch: ForwardBatch, features: tuple[int, ...] = ()) -> torch.Tensor:
-            logits = super().forward(batch, features)
+        def forward(self, batch: ForwardBatch, captured_layers: tuple[int, ...] = ()) -> torch.Tensor:
+            logits = super().forward(batch, captured_layers)
             if source.transport is None:
                 source.start()
             return logits
@@ -216,7 +218,7 @@ def test_a_drafter_that_is_away_as_a_pass_begins_gets_no_hidden_states(monkeypat
     assert source.failures == [] and target.captured[-1] == (2, 1)
 
 
-def test_two_drafters_with_other_features_get_their_own_columns() -> None:
+def test_two_drafters_with_other_layers_get_their_own_columns() -> None:
     heads = {"one": HeadLike((1,)), "two": HeadLike((2, 1, FINAL_NORM)), "blind": HeadLike(())}
     run = Harness(
         HashTarget(VOCAB, 100, 4, spread=2.0),
