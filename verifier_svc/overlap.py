@@ -150,7 +150,7 @@ class OverlappedRun:  # large: the phases of one loop share its state
         Returns the reason if no step could be launched, else None.
         """
         step, drafting = self._step, self._drafting
-        step.begin(drafting.features, max(step.number, drafting.number))
+        step.begin(drafting.captured_layers, max(step.number, drafting.number))
         phase = self._lifecycle.counters.phase
         is_ending = False
         self._read_at = time.perf_counter()

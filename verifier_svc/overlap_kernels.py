@@ -109,8 +109,8 @@ class OverlapKernels:
                 stage.resident.batch.arrays.block_tables,
                 self._runner.block_size,
             )
-        if stage.resident.features is not None and self._memory.layout.hidden_width:
-            gather_hidden(stage.resident.features, stage.rows, walk, self._outcome)
+        if stage.resident.hidden_states is not None and self._memory.layout.hidden_width:
+            gather_hidden(stage.resident.hidden_states, stage.rows, walk, self._outcome)
         self.finish()
 
     def finish(self) -> None:

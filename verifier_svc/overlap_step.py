@@ -228,7 +228,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
         prompts, self._waiting = self._waiting, None
         if prompts is not None:
             self._runner.forward(prompts.batch, self._features)
-            self._keep_hidden(prompts, self._runner.features)
+            self._keep_hidden(prompts, self._runner.hidden_states)
 
     def _keep_hidden(self, prompts: WaitingPrompts, features: torch.Tensor | None) -> None:
         """Copy ``features``, the hidden states of the prompts' rows, to the drafter's memory."""
@@ -275,7 +275,7 @@ class ResidentStep:  # large: seats, launches and results of one step share all 
             stage.parents.fetch()
         self._run(StepPart.PASS, stage)
         if prompts is not None:
-            features = stage.resident.features
+            features = stage.resident.hidden_states
             self._keep_hidden(prompts, None if features is None else features[self.seating.divided.num_rows :])
             # The next step has none of these rows.
             self.seating.forget_layout()

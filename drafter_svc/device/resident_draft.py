@@ -209,7 +209,7 @@ class ResidentDraft:  # large: one run's seats, passes and journal share all its
         order: StreamOrder,
         figures: PassFigures,
     ) -> None:
-        layout, width = memory.layout, levels.model.feature_width
+        layout, width = memory.layout, levels.model.hidden_width
         if layout.batch_rows > target.max_slots or layout.batch_rows * layout.tokens > pass_sizes.rows:
             raise PreconditionError(
                 f"a step of {layout.batch_rows} sequences, {layout.tokens} tokens each, is more than the drafter's "
@@ -558,8 +558,8 @@ class ResidentDraft:  # large: one run's seats, passes and journal share all its
             if index and index % _QUEUED_PASSES == 0:
                 # A full queue of launches waits for the device, too.
                 self._reach()
-            first = part.first_feature if model.feature_width else 0
-            last = first + part.batch.num_rows if model.feature_width else 0
+            first = part.first_hidden if model.hidden_width else 0
+            last = first + part.batch.num_rows if model.hidden_width else 0
             model.write_prompt(arrays, hidden[first:last])
 
     def _reach(self) -> None:
