@@ -351,7 +351,7 @@ def _gateway(settings: GatewaySettings, log_level: str, folder: Path) -> tuple[S
 
     liveness_socket = folder / "gateway.sock"
     settings = settings.model_copy(update={"liveness_socket": liveness_socket})
-    # Without it, the gateway would not tell the supervisor which drafters are missing.
+    # Without it, the gateway would not report to the supervisor which drafters are missing.
     probe_key = secrets.token_urlsafe() if settings.needs_key or settings.ssl_ca_certs is not None else ""
     if probe_key:
         settings = settings.model_copy(update={"probe_key": SecretStr(probe_key)})

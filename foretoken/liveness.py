@@ -1,6 +1,6 @@
 """Answer, from a separate thread, when an event loop last turned, even while the loop is blocked.
 
-The answer tells a supervisor whether a process is busy or hung. Questions and answers are datagrams
+The answer shows a supervisor whether a process is busy or hung. Questions and answers are datagrams
 of a Unix socket: they need no connection, so a process without a free file descriptor still
 answers.
 """

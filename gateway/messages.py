@@ -54,7 +54,7 @@ class SequenceSpec:
 
 
 class VerifierLoad(NamedTuple):
-    """What a verifier has to do, for all gateways, as it last told."""
+    """What a verifier has to do, for all gateways, as it last reported."""
 
     num_running: int
     num_waiting: int

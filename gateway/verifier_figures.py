@@ -1,4 +1,4 @@
-"""Keep what a verifier tells in each message about its queue and its load."""
+"""Keep what a verifier reports in each message about its queue and its load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class VerifierFigures:
     """One session's latest figures.
 
     Attributes:
-        load: None: it told nothing.
+        load: None: it reported nothing.
         room: new sequences that the queue takes, by the last message and the submissions since;
             None: unknown.
         num_others: sequences of other gateways.

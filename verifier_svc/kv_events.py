@@ -27,7 +27,7 @@ from verifier_svc.scheduling.cache_events import BlocksRemoved, BlocksStored, Ca
 
 logger = logging.getLogger(__name__)
 
-# Batches that wait to be encoded. One more is dropped, and its missing number tells subscribers.
+# Batches that wait to be encoded. One more is dropped; subscribers notice the missing number.
 MAX_QUEUED = 10_000
 # What can be sent again: the newest batches, up to this many and this many bytes.
 MAX_REPLAY_BATCHES = 10_000

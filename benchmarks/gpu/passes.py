@@ -127,7 +127,7 @@ def draft_request(batch: int, shape: tuple[int, int, int, int], width: int, gene
     first_block = (length - new) // BLOCK
     blocks = tables[:, first_block : -(-length // BLOCK)]
     random = np.random.default_rng(step)
-    told = new - (step == 0)
+    num_hidden = new - (step == 0)
     constants = {
         "lengths": length,
         "prompt_lengths": CONTEXT,
@@ -141,7 +141,7 @@ def draft_request(batch: int, shape: tuple[int, int, int, int], width: int, gene
     columns["slots"] = np.arange(batch, dtype=np.int32)
     ragged = {
         "new_tokens": random.integers(0, 8000, (batch, new), np.int32),
-        "hidden": random.standard_normal((batch, told, width)).astype(np.float32),
+        "hidden": random.standard_normal((batch, num_hidden, width)).astype(np.float32),
         "block_ids": blocks,
         "prediction": np.empty((batch, 0), np.int32),
     }

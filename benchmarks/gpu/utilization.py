@@ -37,7 +37,7 @@ def sampled() -> Iterator[Samples]:
     child = subprocess.Popen([program, *QUERY], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert child.stdout is not None
     try:
-        # It tells of the time before.
+        # Its value is of the time before.
         child.stdout.readline()
         yield samples
     finally:

@@ -70,7 +70,7 @@ class StandaloneModel:
     hidden_size = 0
     hidden_width = 0
     target_ids: NDArray[np.int32] | None = None
-    write_entries = None
+    write_kv_entries = None
 
     def __init__(self, llama: Llama[Any]) -> None:
         self._decoder = llama

@@ -162,7 +162,7 @@ def learn_row(
         break_off(sequences, slot, window)
         missed = known_before - max(state[SEEN], columns[PROMPT_LENGTH_OF])
         if missed > 0:
-            # Output was missed: the next tokens tell where the prediction goes on.
+            # Output was missed: the next tokens show where the prediction goes on.
             state[CURSOR], state[RUN] = state[CURSOR] + missed, 0
     if len(prediction) > 0:
         append_prediction(sequences, slot, prediction)

@@ -58,8 +58,8 @@ class DraftModel(Protocol):
     """A draft model as passes use it: foretoken.models.draft_head.DraftHead, or a StandaloneModel.
 
     ``hidden_size`` and ``hidden_width`` are 0 for a model that reads tokens only.
-    ``write_entries`` writes the KV entries of KV-only rows from the target's hidden states; None if
-    only ``forward`` can.
+    ``write_kv_entries`` writes the KV entries of KV-only rows from the target's hidden states; None
+    if only ``forward`` can.
     """
 
     num_depths: int
@@ -69,7 +69,7 @@ class DraftModel(Protocol):
     target_ids: NDArray[np.int32] | None
 
     @property
-    def write_entries(self) -> Callable[[ForwardBatch, Float32], None] | None: ...
+    def write_kv_entries(self) -> Callable[[ForwardBatch, Float32], None] | None: ...
     def forward(self, batch: ForwardBatch, hidden: Float32, *, from_target: bool, depth: int = 0) -> PassOutput: ...
 
 
@@ -220,8 +220,8 @@ class DraftPasses:
     def _clash(self, earlier: Extension, later: Extension) -> bool:
         """Return whether the later row writes to a block of the earlier, or continues from one.
 
-        Such rows need separate passes: within a pass entries are written in no order, and outputs
-        are carried over only from pass to pass.
+        Such rows need separate passes: within a pass KV entries are written in no order, and
+        outputs are carried over only from pass to pass.
         """
         size = self._block_size
         held = earlier.sequence.table[: self._rows.num_blocks(earlier.stop)]
@@ -275,13 +275,13 @@ class DraftPasses:
         batch = self._batch(tokens, positions, slots, seqs, positions + 1, self._no_masks[:used], logit_rows)
         hidden = self._gather_hidden(request, pieces, used)
         self.figures.extend_tokens += used
-        write_entries = self._model.write_entries
-        if write_entries is not None and used - len(ends) >= self._entry_rows:
+        write_kv_entries = self._model.write_kv_entries
+        if write_kv_entries is not None and used - len(ends) >= self._entry_rows:
             # First the KV-only rows.
             is_end = np.zeros(used, np.bool_)
             is_end[ends] = True
             others = np.flatnonzero(~is_end)
-            write_entries(self._select(batch, others), hidden[others])
+            write_kv_entries(self._select(batch, others), hidden[others])
             if not ends:
                 return
             batch = self._select(batch, logit_rows, logit_rows=self._all_rows[: len(ends)])

@@ -77,7 +77,7 @@ class PromptRows:
         """Yield the pieces of each pass.
 
         The hidden states of a pass are consecutive. A pass writes no block that an earlier row of
-        it holds: entries are written in no order, and a block may have changed its owner.
+        it holds: KV entries are written in no order, and a block may have changed its owner.
         """
         pieces: list[_Piece] = []
         used, size = 0, self._target.block_size

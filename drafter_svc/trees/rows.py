@@ -1,11 +1,10 @@
 """What a drafter with a KV cache knows of each sequence: tokens, blocks, valid KV entries.
 
 Knows no model. The cache uses the verifier's block ids, so nothing is allocated here. A block may
-hold entries that this drafter wrote for other tokens, or none. Two facts are kept:
+hold KV entries that this drafter wrote for other tokens, or none. Two facts are kept:
 
-- For each sequence the *valid range* [valid_start, valid_end): KV slots whose entries were written
-  for its tokens, without a hole. A sequence is drafted for only if the range ends at its last
-  token.
+- For each sequence the *valid range* [valid_start, valid_end): KV slots that were written for its
+  tokens, without a hole. A sequence is drafted for only if the range ends at its last token.
 - For each block that was written whole, a *key*: a digest of the salt and of all tokens from
   position 0 to the block's end. A sequence with the same prefix gets the same block from the
   verifier and goes on from there. The key is cleared before a slot of the block is written again.
@@ -171,7 +170,7 @@ class DraftRows:
                 return
 
     def revoke(self, extension: Extension) -> None:
-        """Forget a sequence whose entries were not written as ``extend`` said.
+        """Forget a sequence whose KV entries were not written as ``extend`` said.
 
         No other sequence goes on from their blocks.
         """
@@ -186,7 +185,7 @@ class DraftRows:
         return -(-length // self._target.block_size)
 
     def is_window(self, sequence: DraftSequence) -> bool:
-        """Return whether entries before the valid range are missing."""
+        """Return whether KV entries before the valid range are missing."""
         return sequence.valid_start > self.first_position
 
     def learn(self, sent: SentRow) -> DraftSequence | None:
@@ -246,7 +245,8 @@ class DraftRows:
 
         Return False, and append nothing, if they are invalid.
 
-        ``is_written``: their entries were written too, into claimed blocks, at the end of the valid
+        ``is_written``: their KV entries were written too, into claimed blocks, at the end of the
+            valid
         range. A block that another sequence has claimed meanwhile stays with it: this sequence has
         ended, and its tokens are read late.
         """
@@ -294,8 +294,8 @@ class DraftRows:
     def _accept_blocks(self, sequence: DraftSequence, first_with_hidden: int) -> None:
         """Key the blocks that are now whole; add those that the cache holds to the valid range.
 
-        A head writes the entries from ``first_with_hidden`` on itself, so only earlier blocks are
-        looked up.
+        A head writes the KV entries from ``first_with_hidden`` on itself, so only earlier blocks
+        are looked up.
         """
         if sequence.sent_start > 0:
             return
@@ -314,7 +314,7 @@ class DraftRows:
                 sequence.valid_start, sequence.valid_end = low, high
 
     def extend(self, sent: SentRow, sequence: DraftSequence, budget: int) -> Extension | None:
-        """Return at most ``budget`` entries that a row can write now; count them as written.
+        """Return at most ``budget`` KV entries that a row can write now; count them as written.
 
         Returns None if there are none. A draft model writes the last token's entry again if that is
         the only way to its logits.

@@ -246,12 +246,12 @@ async def _record(
     connector = Connector(address, timeout_s)
     exchanges: list[RecordedExchange] = []
 
-    def tell() -> None:
+    def note_arrival() -> None:
         on_arrival([exchange.recording for exchange in exchanges])
 
     async with contextlib.AsyncExitStack() as stack:
         for _ in requests:
-            exchanges.append(await stack.enter_async_context(connector.connected(tell)))
+            exchanges.append(await stack.enter_async_context(connector.connected(note_arrival)))
         for exchange, request in zip(exchanges, requests, strict=True):
             exchange.send(request)
         watch = asyncio.create_task(connector.watch())

@@ -26,11 +26,11 @@ from foretoken.bench.completion import HttpStatusError, Recording, StreamedCompl
 from foretoken.bench.stream import UserStream
 from foretoken.bench.supply import MORE, Supply
 
-# All clients begin this long after they have been told to.
+# All clients begin this long after they got the signal.
 LEAD_S = 0.1
 # Client processes on a machine with many cores.
 MOST_CLIENTS = 8
-# How often a client looks how late its event loop is, and how often it tells what has ended.
+# How often a client looks how late its event loop is, and how often it reports what has ended.
 HEARTBEAT_S = 0.02
 PROGRESS_S = 0.5
 
@@ -244,9 +244,9 @@ class _Response:
 class _ClientRun:
     """One client's share of a load."""
 
-    def __init__(self, work: _Work, tell: OnProgress, pipe: Connection | None = None) -> None:
-        """``tell`` gets the number of ended requests now and then. ``pipe``: as for Supply."""
-        self._work, self._tell = work, tell
+    def __init__(self, work: _Work, on_progress: OnProgress, pipe: Connection | None = None) -> None:
+        """``on_progress`` gets the number of ended requests now and then. ``pipe``: as for Supply."""
+        self._work, self._on_progress = work, on_progress
         self._ends_at = math.inf
         # Encoding takes time: what does not depend on answers is ready before it is needed.
         self._requests: dict[int, list[bytes]] = {}
@@ -348,13 +348,13 @@ class _ClientRun:
                 self._lags.append(max(0.0, time.perf_counter() - due_at))
 
     async def _report(self) -> None:
-        told = 0
+        reported = 0
         while True:
             await asyncio.sleep(PROGRESS_S)
             ended = len(self._responses) + len(self._failures)
-            if ended > told:
-                self._tell(ended)
-                told = ended
+            if ended > reported:
+                self._on_progress(ended)
+                reported = ended
 
 
 def answer_of(completion: StreamedCompletion, group: str, due_at: float = 0.0) -> CompletedRequest:

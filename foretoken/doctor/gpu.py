@@ -1,4 +1,4 @@
-"""The machine's GPUs, as nvidia-smi tells of them."""
+"""The machine's GPUs, as nvidia-smi reports them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PROCESS_FIELDS = ("gpu_uuid", "pid", "process_name", "used_memory")
 class GpuProcess:
     pid: int
     name: str
-    # None: the driver does not tell, as in a container.
+    # None: the driver does not say, as in a container.
     memory_gib: float | None
 
 

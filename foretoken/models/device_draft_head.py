@@ -74,4 +74,4 @@ class DeviceDraftHead(DraftHead[DeviceProgram]):
         self._passes.launch(loaded, arrays)
 
     def _entry_program(self) -> DeviceProgram:
-        return self._program(0, from_target=True) if self.write_entries is None else self._kv_only_program()
+        return self._program(0, from_target=True) if self.write_kv_entries is None else self._kv_only_program()

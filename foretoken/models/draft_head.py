@@ -118,16 +118,16 @@ class DraftHead(Generic[Loaded]):
         return self._output(len(batch.logit_rows), batch.num_rows)
 
     @property
-    def write_entries(self) -> Callable[[ForwardBatch, NDArray[np.float32]], None] | None:
+    def write_kv_entries(self) -> Callable[[ForwardBatch, NDArray[np.float32]], None] | None:
         """A pass that only writes KV entries, at half the work of ``forward``.
 
         It takes a batch without logit rows and float32 [rows, hidden_width] of the target, and
-        raises ValueError as ``forward`` does. None for a head of several layers, whose deeper KV
-        entries depend on the layers before.
+        raises ValueError as ``forward`` does. None for a head of several layers, whose deeper
+        KV entries depend on the layers before.
         """
-        return self._write_entries if self._num_layers == 1 else None
+        return self._write_kv_entries if self._num_layers == 1 else None
 
-    def _write_entries(self, batch: ForwardBatch, hidden: NDArray[np.float32]) -> None:
+    def _write_kv_entries(self, batch: ForwardBatch, hidden: NDArray[np.float32]) -> None:
         self._check_hidden(batch, hidden, self.hidden_width)
         self._executor.run(self._kv_only_program(), batch, hidden)
 

@@ -2,7 +2,7 @@
 them.
 
 The verifier makes it and sends descriptors to the drafter (arena_peer.py) over a private Unix
-socket. The socket stays open: its end tells each side at once that the other is gone. The memory
+socket. The socket stays open: its end shows each side at once that the other is gone. The memory
 has no name in any file system, so it never outlives the processes.
 
     request memory   written by the verifier, sealed so that nobody else can map it writable

@@ -23,7 +23,7 @@ HOST = "127.0.0.1"
 POLL_S = 0.2
 # For drafters that are not attached when the server is ready; it waits for them by itself for half a minute.
 ATTACH_S = 300.0
-# A stack that is told to stop ends within 30 s.
+# A stack ends within 30 s of SIGTERM.
 STOP_S = 40.0
 
 

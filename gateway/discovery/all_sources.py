@@ -26,7 +26,7 @@ class AllSources:
         news: asyncio.Queue[_News] = asyncio.Queue()
         tasks = [asyncio.create_task(self._watch(index, news)) for index in range(len(self._sources))]
         known = [frozenset[str]()] * len(self._sources)
-        told: frozenset[str] | None = None
+        sent: frozenset[str] | None = None
         try:
             while True:
                 match await news.get():
@@ -34,8 +34,8 @@ class AllSources:
                         raise fault
                     case index, addresses:
                         known[index] = addresses
-                if (union := frozenset().union(*known)) != told:
-                    told = union
+                if (union := frozenset().union(*known)) != sent:
+                    sent = union
                     yield union
         finally:
             for task in tasks:

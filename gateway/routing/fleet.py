@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 Mask = npt.NDArray[np.bool_]
 
-# Rows of a verifier that has not told them.
+# Rows of a verifier that has not reported them.
 ASSUMED_ROWS = 16
 UNKNOWN_ROOM = 2**31
 # The finalizer of MurmurHash3, by Austin Appleby.

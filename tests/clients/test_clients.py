@@ -66,8 +66,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 def run_script(stack: Stack, command: list[str], folder: Path, **variables: str) -> None:
     """Run a script with ``folder`` as its working folder. Raises AssertionError with what it printed if it fails."""
-    told = {"FORETOKEN_URL": stack.url, "FORETOKEN_MODEL": "demo", "FORETOKEN_TOKENIZER": str(DEMO)}
-    variables = {key: value for key, value in ENVIRONMENT.items() if key != "PYTHONPATH"} | told | variables
+    given = {"FORETOKEN_URL": stack.url, "FORETOKEN_MODEL": "demo", "FORETOKEN_TOKENIZER": str(DEMO)}
+    variables = {key: value for key, value in ENVIRONMENT.items() if key != "PYTHONPATH"} | given | variables
     done = subprocess.run(
         command,
         env=variables,

@@ -167,14 +167,14 @@ def check_entries(case: Case, *, has_several_layers: bool = False) -> None:
     ours.extend(case.tokens[1:], 1, case.states[:-1], from_target=True)
     expected = head.cache.data.clone()
     head.cache.data.zero_()
-    write_entries = head.write_entries
+    write_kv_entries = head.write_kv_entries
     if has_several_layers:
-        assert write_entries is None
+        assert write_kv_entries is None
         return
-    assert write_entries is not None
+    assert write_kv_entries is not None
     slots = np.arange(1, PROMPT)
     batch = ours.batch(case.tokens[1:], slots, slots + 1, np.zeros((len(slots), 1), np.uint64), wanted=0)
-    write_entries(batch, np.ascontiguousarray(case.states[:-1].numpy(), np.float32))
+    write_kv_entries(batch, np.ascontiguousarray(case.states[:-1].numpy(), np.float32))
     assert expected.any() and torch.equal(head.cache.data, expected)
 
 

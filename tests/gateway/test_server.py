@@ -118,7 +118,7 @@ async def test_metrics_hold_own_counts_and_the_verifiers(stack: Stack) -> None:
         ("foretoken_inter_token_latency_seconds_count",): 1,
         ("foretoken_e2e_request_latency_seconds_count",): 1,
         ("foretoken_request_queue_time_seconds_sum",): 0.0015,
-        # An idle server's queue is told from a wait of 10 ms.
+        # An idle server's queue shows after a wait of 10 ms.
         ("foretoken_request_queue_time_seconds_bucket", "le", "0.001"): 0,
         ("foretoken_request_queue_time_seconds_bucket", "le", "0.003"): 1,
         ("foretoken_request_prefill_time_seconds_sum",): 0.0025,

@@ -188,7 +188,7 @@ async def test_a_fault_in_a_chunk_ends_its_stream_alone(stack: Stack, monkeypatc
         script.may_go_on.set()
     writer.close()
     assert [event.get("error", {}).get("type") for event in seen] == [None, None, "server_error"]
-    # The verifier is told, and the place is free for the next request.
+    # The verifier gets the abort, and the place is free for the next request.
     await stack.verifier.until(lambda: len(stack.verifier.aborts) == 1)
     assert await stack.metric("foretoken_request_failure_total", reason="internal") == 1
     assert stack.gateway.core.admission.num_requests == 0

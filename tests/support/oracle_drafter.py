@@ -189,7 +189,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
                 length = int(request.lengths[batch_row])
                 if key is None or key not in self.tokens:
                     continue
-                # Steps that the verifier's host has not read yet may have told more.
+                # Steps that the verifier's host has not read yet may have sent more.
                 known = len(self.tokens[key])
                 assert known >= length if key in self._keys else known == length
                 size = self._block_size

@@ -118,11 +118,11 @@ class DigestModel:
         )
 
     @property
-    def write_entries(self) -> Callable[[ForwardBatch, np.ndarray], None] | None:
+    def write_kv_entries(self) -> Callable[[ForwardBatch, np.ndarray], None] | None:
         """Return a function that writes the inputs as the only module's KV entries."""
-        return self._write_entries if self.num_depths == 1 and self.hidden_width else None
+        return self._write_kv_entries if self.num_depths == 1 and self.hidden_width else None
 
-    def _write_entries(self, batch: ForwardBatch, hidden: np.ndarray) -> None:
+    def _write_kv_entries(self, batch: ForwardBatch, hidden: np.ndarray) -> None:
         assert len(batch.logit_rows) == 0
         self.num_entry_passes += 1
         self.forward(batch, hidden, from_target=True)

@@ -391,7 +391,7 @@ def test_the_load_of_all_sessions_is_sent_with_every_message() -> None:
         await busy.read()
         await busy.write(submit(sequence("running")))
         await asyncio.to_thread(target.began.wait)
-        # A heartbeat tells a session about the sequences of others.
+        # A heartbeat sends a session the sequences of others.
         while (load := (await other.read()).load).num_running != 1:
             pass
         assert load.num_free_blocks < load.num_blocks

@@ -29,7 +29,7 @@ class TargetRunner(Protocol):
         """Run a batch and return raw logits, float32 [wanted rows, vocab], on the model's device.
 
         They are valid until the next call. KV slots after the last block are scratch: rows may
-        write entries there that nobody reads.
+        write KV entries there that nobody reads.
 
         ``captured_layers``: layers whose hidden states to capture for all rows
         (foretoken.drafting.FINAL_NORM).

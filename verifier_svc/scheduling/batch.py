@@ -64,7 +64,7 @@ def build_batch(scheduled: list[Scheduled], block_size: int, scratch_slot: int) 
     """Return a step's sequences as rows.
 
     Positions that run again read their old KV entries, which other sequences may share, and write
-    new entries to ``scratch_slot``.
+    new KV entries to ``scratch_slot``.
 
     A tree's nodes take the logical KV slots after the root in index order, whatever their depth.
     The nodes of a chain see one contiguous run, so they need no mask.

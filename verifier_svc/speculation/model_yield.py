@@ -2,7 +2,7 @@
 
 Text that repeats itself is often easy for the model, too. So the mean over all rows, from which such rows are missing,
 says too little of them, and a look-up seems to gain more than it does. Now and then such a row verifies the model's
-tree instead, and its tokens tell.
+tree instead, and its tokens show it.
 """
 
 from __future__ import annotations

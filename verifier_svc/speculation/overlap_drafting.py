@@ -309,7 +309,7 @@ class OverlapDrafting:  # large: what a run asks of its drafter, has sent it, an
             sequence = batch_row.sequence
             length = self.attachment.sent.length(sequence) if self.is_for(sequence) else len(sequence.tokens)
             if is_read:
-                # The request itself tells of those tokens.
+                # The request itself announces those tokens.
                 length = self._lengths.get(sequence, length)
             self._num_blocks[index] = -(-length // self._block_size)
             shape = self.shape_of(sequence)
@@ -376,7 +376,7 @@ class OverlapDrafting:  # large: what a run asks of its drafter, has sent it, an
         if goes_on and number > self.attachment.device_step_number:
             self.post(number, batch_rows, prompt_start, is_last=True)
         for row in reversed(self._prompts):
-            # No step was launched that a request could have told of.
+            # No step was launched that a request could have announced.
             self.attachment.sent.mark(row.slot, row.generation, row.length - len(row.new_tokens))
         self.attachment.device_step_number = number
 

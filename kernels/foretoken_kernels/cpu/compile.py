@@ -40,7 +40,7 @@ def cpu_has(feature: str) -> bool:
 
 
 def cache_folder() -> Path | None:
-    """Return the folder that numba was told to keep compiled functions in; None if it was told none."""
+    """Return the folder where numba keeps compiled functions; None if none was set."""
     found = _numba.config.CACHE_DIR
     return Path(found) if found else None
 

@@ -51,7 +51,7 @@ def test_nobody_goes_on_from_entries_that_were_revoked() -> None:
     tokens = some_tokens(2 * BLOCK + 1, 2)
 
     def send(row: Row) -> int:
-        """Return where the row's new entries begin, and revoke those of the first slot."""
+        """Return where the row's new KV entries begin, and revoke those of the first slot."""
         (sent,) = sent_rows(request_of([row], with_hidden=False))
         sequence = rows.learn(sent)
         assert sequence is not None

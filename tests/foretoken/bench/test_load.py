@@ -100,11 +100,11 @@ def test_no_more_streams_run_than_the_limit_says_and_all_are_run(clients: Client
             running.discard(request["name"])
         yield pieces[-1]
 
-    told: list[int] = []
+    reported: list[int] = []
     with scripted_server(script) as server:
-        found = clients.drive(server.address, [UserStream((body(str(i)),)) for i in range(9)], 60.0, 3, told.append)
+        found = clients.drive(server.address, [UserStream((body(str(i)),)) for i in range(9)], 60.0, 3, reported.append)
     assert sorted(each["name"] for each in server.bodies) == [str(i) for i in range(9)]
-    assert 1 <= most <= 3 and len(found.answers) == 9 and told[-1] == 9 and told == sorted(told)
+    assert 1 <= most <= 3 and len(found.answers) == 9 and reported[-1] == 9 and reported == sorted(reported)
 
 
 def test_a_conversation_carries_the_servers_answers(clients: Clients) -> None:

@@ -13,7 +13,7 @@ from verifier_svc.scheduling.batch import Scheduled, build_batch, commit_slots
 from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.sequence import Sequence
 
-# The KV slot for entries that nobody reads.
+# The KV slot for KV entries that nobody reads.
 SCRATCH = 40
 
 

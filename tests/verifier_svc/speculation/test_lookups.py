@@ -264,7 +264,7 @@ def test_a_model_hides_a_late_launch_only_while_it_drafts(monkeypatch: pytest.Mo
 
 
 def test_the_model_drafts_where_it_does_as_well_as_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over all rows it is expected to do worse, because rows with look-ups tell nothing of it: a few are compared."""
+    """Over all rows it is expected to do worse, because rows with look-ups say nothing of it: a few are compared."""
     monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 0.0)
     monkeypatch.setattr(OverlapDrafting, "expected_tokens", lambda self, sequence: 1.2)
     play = Play([request(seed=seed) for seed in range(1, 5)], range(NUM_TOKENS), num_steps=0)
