@@ -82,10 +82,10 @@ class FreeStep:
         """Return itself: it keeps its own batch rows."""
         return self
 
-    def warm_up(self, features: tuple[int, ...]) -> None:
+    def warm_up(self, captured_layers: tuple[int, ...]) -> None:
         """Compile nothing."""
 
-    def begin(self, features: tuple[int, ...], number: int) -> None:
+    def begin(self, captured_layers: tuple[int, ...], number: int) -> None:
         self.number, self.seats = number, [None] * self.memory.layout.batch_rows
 
     def free_seat(self) -> int:

@@ -83,7 +83,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         # The sequences as the last launched step left them; None for one that has ended.
         self._ahead: list[Running | None] = []
         self._joined_at: list[int] = []
-        self._features: tuple[int, ...] = ()
+        self._captured_layers: tuple[int, ...] = ()
         self._budget = 0
         # The most nodes of each sequence in the step that is launched.
         self._widths: list[int] = []
@@ -106,12 +106,12 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         """Return itself: it keeps its own batch rows."""
         return self
 
-    def warm_up(self, features: tuple[int, ...]) -> None:
+    def warm_up(self, captured_layers: tuple[int, ...]) -> None:
         return
 
-    def begin(self, features: tuple[int, ...], number: int) -> None:
+    def begin(self, captured_layers: tuple[int, ...], number: int) -> None:
         assert not self._unread and self._waiting is None
-        self.number, self._features = number, features
+        self.number, self._captured_layers = number, captured_layers
         self.num_runs += 1
         batch_rows = self.memory.layout.batch_rows
         self.seats, self._ahead, self._joined_at = [None] * batch_rows, [None] * batch_rows, [0] * batch_rows
@@ -163,9 +163,9 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         prompts, self._waiting = self._waiting, None
         if prompts is None:
             return False
-        self._target.forward(prompts.batch, self._features)
+        self._target.forward(prompts.batch, self._captured_layers)
         at = prompts.hidden_row
-        for start, count in prompts.parts if self._features else ():
+        for start, count in prompts.parts if self._captured_layers else ():
             rows = torch.from_numpy(self._target.fetch_hidden_states(list(range(start, start + count))))
             self.memory.prompt_hidden[at : at + count] = rows
             at += count
@@ -186,7 +186,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         self.number += 1
         if live:
             batch = build_batch(live, self._block_size, self._scratch)
-            logits = self._target.forward(batch.forward, self._features)
+            logits = self._target.forward(batch.forward, self._captured_layers)
         self._half = _Half(list(self.seats), parts, batch, logits, found)
         self._unread.append([])
         self.most_in_flight = max(self.most_in_flight, len(self._unread))
@@ -304,7 +304,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
                 walks.append(_walk(part, first_row, half.logits, masks.get(index)))
                 moved = commit_slots(part.sequence, walks[-1].accepted_nodes, self._block_size)
                 self._target.commit(*(np.array(slots, np.int32) for slots in moved))
-            if self._features:
+            if self._captured_layers:
                 rows = [
                     row_start + node
                     for row_start, walk in zip(row_starts, walks, strict=True)
@@ -332,7 +332,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
             has_ended = walk.finish is not None or walk.error is not None
             memory.num_left[index] = 0 if has_ended else sequence.max_new_tokens
             memory.new_tokens[index, :count] = torch.tensor(walk.tokens, dtype=torch.int32)
-            if self._features:
+            if self._captured_layers:
                 at = index * memory.layout.tokens
                 memory.hidden[at : at + count] = hidden[first : first + count]
                 first += count

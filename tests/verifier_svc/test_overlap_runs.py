@@ -19,7 +19,9 @@ class Capturing:
         self.captured: set[int] = set()
         self.has_long_sequences = False
 
-    def captures(self, features: tuple[int, ...], shapes: Any, *, has_found: bool, is_long: bool) -> Iterator[None]:
+    def captures(
+        self, captured_layers: tuple[int, ...], shapes: Any, *, has_found: bool, is_long: bool
+    ) -> Iterator[None]:
         for size in range(10, 12) if is_long else range(5):
             if size not in self.captured:
                 self.captured.add(size)
