@@ -62,7 +62,7 @@ class SentTokens:
             sequence.tokens[sent:length],
             self._hidden(sequence, sent, length, captured),
             self._blocks(sequence, sent, length),
-            sequence.prediction_ids if sent == 0 else (),
+            sequence.submission.prediction_ids if sent == 0 else (),
             shape,
             awaited,
         )

@@ -166,4 +166,4 @@ class OverlapPolicy:
 
 def needs_host(sequence: Sequence) -> bool:
     """Return whether the host works on a sequence's logits or trees between two steps."""
-    return sequence.wants_prompt_logprobs or sequence.returns_trees
+    return sequence.wants_prompt_logprobs or sequence.submission.returns_trees

@@ -40,7 +40,7 @@ class RowStates:
         state = self._states.get(sequence)
         if state is None:
             bounds = self._bounds.of_request(sequence.speculation.shape)
-            state = self._states[sequence] = RowState(bounds, has_prediction=bool(sequence.prediction_ids))
+            state = self._states[sequence] = RowState(bounds, has_prediction=bool(sequence.submission.prediction_ids))
         return state
 
     def has(self, sequence: Sequence) -> bool:
