@@ -18,6 +18,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "benchmarks/gpu/README.md": "gpu-benchmarks.md",
+    "benchmarks/gpu/servers.md": "gpu-server-benchmarks.md",
     "kernels/README.md": "kernels.md",
     "models/demo/README.md": "demo-model.md",
 }
@@ -25,7 +26,7 @@ PAGES = {
 SOURCE = "source/"
 # Pages that tell why and when; a search shows those first that say how. The share of their score that they keep is so
 # small because a word of a title counts a thousand times as much as one of a text.
-HISTORY = ("decisions/", "changelog.md")
+HISTORY = ("decisions/", "changelog")
 HISTORY_BOOST = 0.001
 LINK = re.compile(r"\[(?P<words>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 TITLE = re.compile(r"^# (.+)", re.MULTILINE)
