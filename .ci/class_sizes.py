@@ -57,7 +57,7 @@ def num_attributes(node: ast.ClassDef) -> int:
 
 
 def is_record(node: ast.ClassDef) -> bool:
-    """Whether nothing changes the class's fields: a named tuple, a frozen dataclass, settings, or a pydantic model."""
+    """Return whether nothing changes the fields: a frozen record, settings, a pydantic model."""
     bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
     decorator = dataclass_decorator(node)
     is_frozen = isinstance(decorator, ast.Call) and any(

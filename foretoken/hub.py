@@ -37,7 +37,7 @@ def default_name(model: str) -> str:
 
 
 def is_demo(model: str) -> bool:
-    """Whether MODEL means the bundled demo model."""
+    """Return whether MODEL means the bundled demo model."""
     return model == DEMO and not Path(model).is_dir()
 
 
@@ -148,7 +148,7 @@ def cache_folder() -> Path:
 
 
 def is_same_folder(one: str, other: str) -> bool:
-    """Whether both texts name one folder."""
+    """Return whether both texts name one folder."""
     paths = Path(one).expanduser(), Path(other).expanduser()
     return all(path.is_dir() for path in paths) and paths[0].samefile(paths[1])
 
@@ -170,7 +170,7 @@ def resolve_file(name: str) -> Path:
 
 
 def _is_hub_id(model: str) -> bool:
-    """Whether MODEL can only be an id: there is no such file, and no path is written so."""
+    """Return whether MODEL can only be an id: there is no such file, and no path is written so."""
     is_path = Path(model).expanduser().exists() or model.startswith((".", "/", "~"))
     return not is_path and not is_demo(model) and _HUB_ID.fullmatch(model) is not None
 

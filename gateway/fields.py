@@ -200,7 +200,7 @@ def one_or_many_strings(field: str, value: object, most: int) -> tuple[str, ...]
 
 
 def is_id_list(value: object) -> bool:
-    """Whether ``value`` is a non-empty list of integers."""
+    """Return whether ``value`` is a non-empty list of integers."""
     return isinstance(value, list) and set(map(type, value)) == {int}
 
 

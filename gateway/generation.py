@@ -344,7 +344,7 @@ class News:
             self._wake.set()
 
     def _has_ends(self) -> bool:
-        """Whether an output with news has ended or failed: then the task has more to do."""
+        """Return whether an output with news has ended or failed: then the task has more to do."""
         return any(output.finished is not None or output.error is not None for output in self._changed.values())
 
 

@@ -292,7 +292,7 @@ async def _unreached(address: str, status: grpc.StatusCode, *, had_session: bool
 
 
 def _is_cancelled() -> bool:
-    """Whether the running task is cancelled, and not only the call that it awaits."""
+    """Return whether the running task is cancelled, and not only the call that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

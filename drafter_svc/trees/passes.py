@@ -167,11 +167,11 @@ class DraftPasses:
 
     @property
     def is_prepared(self) -> bool:
-        """As DraftsResident says."""
+        """Prepare as DraftsResident says."""
         return self._resident is None or self._resident.is_prepared
 
     def prepare(self) -> bool:
-        """As DraftsResident says."""
+        """Prepare as DraftsResident says."""
         return self._resident is not None and self._resident.prepare()
 
     def release(self, slots: Sequence[int]) -> None:

@@ -200,7 +200,7 @@ def complete(
     timeout_s: float = 120.0,
     on_arrival: OnArrival = lambda recordings: None,
 ) -> list[Completion]:
-    """POST all bodies to /v1/completions at once, each on its own connection, and read all streams.
+    """Post all bodies to /v1/completions at once, each on its own connection, and read all streams.
 
     Raises:
         StreamError: a response is not a complete stream of one completion, or nothing came on a

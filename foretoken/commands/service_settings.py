@@ -155,7 +155,7 @@ class VerifierStack:
     notices: tuple[str, ...] = ()
 
     def is_inside(self, spec: DrafterSpec) -> bool:
-        """Whether a drafter runs in the verifier's process."""
+        """Return whether a drafter runs in the verifier's process."""
         return _is_inside(spec, self.options)
 
 

@@ -100,7 +100,7 @@ class ArenaListener:
         return connection
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket and remove the folder; a second call does nothing."""
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

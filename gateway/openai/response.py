@@ -95,7 +95,7 @@ class OpenAiFormat(ReplyFormat):
         return event(self._with_metrics(body, generation)) + DONE
 
     def _has_text(self, delta: Delta) -> bool:
-        """Whether a delta has text to show."""
+        """Return whether a delta has text to show."""
         return bool(delta.text)
 
     @abstractmethod

@@ -28,7 +28,7 @@ MANY = 10_000
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Every part that was written without the answer's task, in order."""
+    """Return every part that was written without the answer's task, in order."""
     parts: list[bytes] = []
     write_part = HttpProtocol.write_part
 

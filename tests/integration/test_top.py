@@ -176,7 +176,7 @@ def test_the_printed_figures_are_those_of_metrics_and_of_the_clients(stack: Stac
 
 
 def check_rates(text: str, counts: dict[str, float], seconds: float) -> None:
-    """Rates and seconds have one digit after the point."""
+    """Assert that rates and seconds have one digit after the point."""
     rates = {name: float(rate) for name, rate in (part.split() for part in text.split(", "))}
     assert rates.keys() == counts.keys()
     for name, rate in rates.items():
@@ -199,7 +199,7 @@ def check_drafter(words: list[str], name: str, between: Between) -> None:
 
 
 def check_step(text: str, between: Between) -> None:
-    """All parts of a step together are at most the step, and two of them are as counted."""
+    """Assert that all parts of a step together are at most the step, and two of them are as counted."""
     times = {name: float(time) for name, time in (part.rsplit(" ", 1) for part in text.split(", "))}
     num_steps = between.rise("engine_steps_total")
 

@@ -375,7 +375,10 @@ class TestAccessibility:
             await self.check_sideways(opened, table)
 
     async def check_sideways(self, opened: Opened, table: str) -> None:
-        """A table that is wider than the page says so: in words, and by a shadow on the side where more is."""
+        """Assert that a table that is wider than the page says so.
+
+        It says so in words, and by a shadow on the side where more is.
+        """
         page = opened.page
         region = page.locator(table)
         words = page.locator(f"{table}-hint")

@@ -223,7 +223,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         return not self._is_stuck(self.number - len(self._unread) + 1, self._num_releases)
 
     def wait(self) -> None:
-        """Results are there."""
+        """Do nothing: results are there."""
 
     def receive(self) -> list[SeatResult]:
         return [

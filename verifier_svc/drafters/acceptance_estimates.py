@@ -33,7 +33,7 @@ class AcceptanceEstimates:
         self._nodes = [0.0] * NUM_BINS
 
     def chances(self, scores: Sequence[float]) -> list[float]:
-        """The chance that the text runs through each node; the first one is the root, whose chance is 1."""
+        """Return the chance that the text runs through each node; the first one is the root, whose chance is 1."""
         out = [1.0]
         for score in scores[1:]:
             probability = math.exp(min(score, 0.0))
@@ -50,7 +50,7 @@ class AcceptanceEstimates:
             self._nodes[number] += 1.0
 
     def _factor(self, number: int) -> float:
-        """What a bin's nodes were accepted, over what their scores promised."""
+        """Return how many of a bin's nodes were accepted, divided by what their scores promised."""
         nominal = self._nominal[number]
         return (PRIOR_NODES * nominal + self._accepted[number]) / ((PRIOR_NODES + self._nodes[number]) * nominal)
 

@@ -146,7 +146,11 @@ class DrafterCorpora:
         self._sources.pop(name, None)
 
     async def add(self, drafter: str, name: str, token_ids: Int32, *, append: bool) -> tuple[str, CorpusInfo]:
-        """Raises as ``Corpora.add``; InvalidRequestError for an unknown drafter, UnavailableError if it is gone."""
+        """Add a corpus.
+
+        Raises as ``Corpora.add``; InvalidRequestError for an unknown drafter, UnavailableError if
+        it is gone.
+        """
         drafter, holder = self._holder(drafter)
         async with self._locks[drafter]:
             info = await holder.add(name, token_ids, append=append)
@@ -155,14 +159,17 @@ class DrafterCorpora:
             return drafter, info
 
     async def remove(self, drafter: str, name: str) -> None:
-        """Raises as ``Corpora.remove`` and as ``add``; forgotten here even if the drafter is gone or has lost it."""
+        """Remove a corpus. Raises as ``Corpora.remove`` and as ``add``.
+
+        It is forgotten here even if the drafter is gone or has lost it.
+        """
         drafter, holder = self._holder(drafter)
         async with self._locks[drafter]:
             self._texts[drafter].pop(name, None)
             await holder.remove(name)
 
     async def list(self, drafter: str) -> list[tuple[str, CorpusInfo]]:
-        """Corpora and their drafters: of one, or of all that are known to hold some. Raises as ``add``."""
+        """Return corpora and their drafters: of one, or of all that are known to hold some. Raises as ``add``."""
         known = [name for name, source in self._sources.items() if source.algorithm == ALGORITHM]
         if drafter or not known:
             known = [drafter]
@@ -200,7 +207,7 @@ class DrafterCorpora:
             logger.info("drafter %s has got %d corpora back", name, num_sent)
 
     def _holder(self, drafter: str) -> tuple[str, _Holder]:
-        """The drafter of that name, or the first that holds corpora, as far as is known."""
+        """Return the drafter of that name, or the first that holds corpora, as far as is known."""
         if drafter and drafter not in self._sources:
             raise InvalidRequestError(
                 f"there is no drafter {drafter!r}; there is: {', '.join(self._sources)}", field="drafter"

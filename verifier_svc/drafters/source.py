@@ -72,11 +72,11 @@ class DraftSource(ABC):
 
     @abstractmethod
     def report_failure(self, reason: str) -> None:
-        """A draft was late or of no use; several in a row detach the drafter."""
+        """Record that a draft was late or of no use; several in a row detach the drafter."""
 
     @abstractmethod
     def report_success(self) -> None:
-        """A draft was sound."""
+        """Record that a draft was sound."""
 
     @abstractmethod
     def trace_sequence(self, slot: int, generation: int, parent: TraceContext) -> None:

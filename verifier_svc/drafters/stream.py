@@ -88,7 +88,7 @@ class StreamTransport(QueuedTransport):
         self._ended.close()
 
     def _requests(self) -> Iterator[drafter_pb2.DraftRequest]:
-        """Runs in gRPC's writing thread. A release is a call of its own; later requests wait for it."""
+        """Yield the requests, in gRPC's writing thread. A release is a call of its own; later requests wait for it."""
         while (message := self._outgoing.get()) is not None:
             if isinstance(message, tuple):
                 self._release(message)
@@ -104,7 +104,7 @@ class StreamTransport(QueuedTransport):
             self._call.cancel()
 
     def _read(self) -> None:
-        """Runs in the reader thread until the stream ends."""
+        """Read replies, in the reader thread, until the stream ends."""
         try:
             for message in self._call:
                 self._replies.put(message)

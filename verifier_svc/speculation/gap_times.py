@@ -17,11 +17,11 @@ class StepGaps:
         self._gaps = {False: GapTimes(), True: GapTimes()}
 
     def seconds(self, batch: int, *, has_prompts: bool) -> float:
-        """As GapTimes.seconds."""
+        """Return the seconds as GapTimes.seconds does."""
         return self._gaps[has_prompts].seconds(batch)
 
     def observe(self, batch: int, seconds: float, *, has_prompts: bool) -> None:
-        """As GapTimes.observe."""
+        """Record a gap as GapTimes.observe does."""
         self._gaps[has_prompts].observe(batch, seconds)
 
 

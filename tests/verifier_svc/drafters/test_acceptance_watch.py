@@ -105,10 +105,10 @@ class Constant:
         return DrafterNeeds()
 
     def attach(self, target: TargetInfo, weights: object) -> None:
-        """Nothing to prepare."""
+        """Prepare nothing."""
 
     def release(self, slots: Sequence[int]) -> None:
-        """Nothing to forget."""
+        """Forget nothing."""
 
     def gauges(self) -> dict[str, float]:
         return {"constant": 1.0}
