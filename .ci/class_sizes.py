@@ -2,8 +2,8 @@
 
     python .ci/class_sizes.py
 
-The fields of frozen records, settings and request models do not count, since nothing changes them. A class that must be
-larger says why on its own line: `class Name:  # large: REASON`.
+The fields of frozen records, settings and request models do not count, since nothing changes them.
+A class that must be larger says why on its own line: `class Name:  # large: REASON`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ A scripted verifier sends one message a step over a real session, with one token
 gateway's CPU time a chunk, the tokens a second that it carried, and the gaps between a stream's
 chunks. The exit status is 1 if a text is wrong or a bar is missed.
 
-With ``--tokenize`` one more client sends a text of so many characters to /tokenize, again and again.
-Then the only bar is the longest gap: a step and 50 ms, so long may encoding hold up a stream.
+With ``--tokenize`` one more client sends a text of so many characters to
+/tokenize, again and again. Then the only bar is the longest gap: a step and 50 ms,
+so long may encoding hold up a stream.
 """
 
 from __future__ import annotations

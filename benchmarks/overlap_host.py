@@ -256,7 +256,10 @@ def ready_results(batch: int, nodes: int, text: NDArray[np.int32] | None) -> lis
 def measure(
     batch: int, nodes: int, num_steps: int, profile: cProfile.Profile | None, text: NDArray[np.int32] | None
 ) -> dict[str, float]:
-    """Return the seconds of ``num_steps`` steps by phase. With ``text``, an n-gram drafter looks it up."""
+    """Return the seconds of ``num_steps`` steps by phase.
+
+    With ``text``, an n-gram drafter looks it up.
+    """
     output = nodes * (WARM_STEPS + num_steps + 8)
     length = PROMPT + output + nodes + 1
     blocks = BlockManager(batch * (length // BLOCK + 8), BLOCK)

@@ -111,7 +111,9 @@ class Workload:
         ]
 
     def check(self, answers: Sequence[Answer]) -> None:
-        """Raise UnexpectedAnswerError unless all answers have the right length and nothing was cached."""
+        """Raise UnexpectedAnswerError unless all answers have
+        the right length and nothing was cached.
+        """
         for answer in answers:
             if answer.num_tokens != self.output_tokens:
                 raise UnexpectedAnswerError(f"{answer.num_tokens} tokens, not {self.output_tokens}")

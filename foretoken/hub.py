@@ -98,9 +98,11 @@ def config_file(model: str, revision: str | None = None) -> Path | None:
 
 
 def _ask_once(model: str, revision: str | None) -> None:
-    """Raise the library's error if the hub does not have a model that is not cached, or does not answer.
+    """Raise the library's error if the hub does not have a
+    model that is not cached, or does not answer.
 
-    A download would retry for half a minute: too long for a name that is more likely a mistyped folder.
+    A download would retry for half a minute: too long for a name that is
+    more likely a mistyped folder.
     """
     from huggingface_hub import HfApi, errors, try_to_load_from_cache
 
@@ -115,7 +117,9 @@ def _ask_once(model: str, revision: str | None) -> None:
 
 
 def cached(model: str, revision: str | None = None) -> Path | None:
-    """Return the folder of a checkpoint without a download; None: a hub id whose weights are not here.
+    """Return the folder of a checkpoint without a download.
+
+    It is None for a hub id whose weights are not here.
 
     Raises ConfigError as ``resolve``.
     """
@@ -132,7 +136,10 @@ def cached(model: str, revision: str | None = None) -> Path | None:
 
 
 def check_known(model: str, revision: str | None = None) -> None:
-    """Raise ConfigError if there is neither such a folder nor such a model on the hub. Downloads nothing."""
+    """Raise ConfigError if there is neither such a folder nor such a model on the hub.
+
+    Downloads nothing.
+    """
     if not _is_hub_id(model):
         resolve(model, revision)
         return

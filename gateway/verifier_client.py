@@ -62,7 +62,8 @@ class VerifierClient:
         self.reason = "the verifier has not been reached yet"
         # The model's, in the last session; empty before the first.
         self.fingerprint = ""
-        # Whether the verifier, which takes submissions, waits for drafters to attach after its start.
+        # Whether the verifier, which takes submissions, waits for
+        # drafters to attach after its start.
         self.awaits_drafters = False
         # Whether its streams end here and nothing else starts: it is no longer wanted.
         self.is_leaving = False

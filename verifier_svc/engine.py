@@ -105,7 +105,9 @@ class Engine:
 
     @property
     def is_prepared(self) -> bool:
-        """Return whether the first requests meet the graphs that they need, as far as there was time."""
+        """Return whether the first requests meet the graphs
+        that they need, as far as there was time.
+        """
         return self._is_prepared or time.monotonic() > self._prepares_until
 
     def start(self) -> None:
@@ -190,7 +192,10 @@ class Engine:
         self.lifecycle.end_overdue(now)
 
     def _run_overlapped(self) -> bool:
-        """Run overlapped steps as long as possible; count why none could run. Return whether any ran."""
+        """Run overlapped steps as long as possible; count why none could run.
+
+        Return whether any ran.
+        """
         if self._run_ahead is None or not self.scheduler.has_work:
             return False
         blocked = self._run_ahead.run(self.scheduler, self.speculator, self.lifecycle, self)

@@ -207,7 +207,7 @@ class Lifecycle:
             self.counters.add_time(phase, seconds)
 
     def publish(self) -> None:
-        """Hand over the step's events: to the sessions, and the prefix cache's to their publisher."""
+        """Hand the step's events to the sessions, and the prefix cache's to their publisher."""
         self.sessions.publish()
         if self.blocks.events is not None:
             self.blocks.events.publish()

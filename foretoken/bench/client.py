@@ -59,7 +59,10 @@ class Address:
         return f"{'https' if self.is_encrypted else 'http'}://{bracketed(self.host)}:{self.port}{self.prefix}"
 
     def refusal(self, status: int, body: bytes) -> str:
-        """Return one line about an answer with an error status; where a key is missing, what to set."""
+        """Return one line about an answer with an error status.
+
+        Where a key is missing, it says what to set.
+        """
         if not self.key_from or status not in (401, 403):
             return f"status {status}: {error_text(body)}"
         if self.key:
@@ -149,7 +152,10 @@ class Exchange(asyncio.Protocol):
 
 
 def _length(raw: bytearray) -> int | None:
-    """Return the length of a response with its head; 0 if the head gives none, None before its end."""
+    """Return the length of a response with its head.
+
+    It is 0 if the head gives none, and None before the head's end.
+    """
     at = raw.find(b"\r\n\r\n")
     if at < 0:
         return None
@@ -170,7 +176,10 @@ class Connector:
 
     @contextlib.asynccontextmanager
     async def connected(self, on_arrival: Callable[[], None] = lambda: None) -> AsyncIterator[Exchange]:
-        """Open a connection and yield its Exchange. Raises StreamError if the server does not answer."""
+        """Open a connection and yield its Exchange.
+
+        Raises StreamError if the server does not answer.
+        """
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._timeout_s):

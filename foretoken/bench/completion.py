@@ -33,7 +33,9 @@ class RefusedError(StreamError):
 
 
 def error_text(body: bytes) -> str:
-    """Return the message of an error's body in one line: OpenAI's and FastAPI's forms, or the text itself."""
+    """Return the message of an error's body in one line: OpenAI's
+    and FastAPI's forms, or the text itself.
+    """
     text = body.decode(errors="replace")
     try:
         found = json.loads(text)

@@ -163,7 +163,8 @@ class _DrafterConnection(NamedTuple):
     """The connection to the drafter that has the descriptors.
 
     Attributes:
-        end: waits for the end of the connection: the drafter never writes, so anything readable is it.
+        end: waits for the end of the connection: the drafter never
+            writes, so anything readable is it.
         reply: waits for a reply or for the end.
     """
 

@@ -1,4 +1,6 @@
-"""What a stream's client gets: a step in one write while it reads, one merged chunk when it lags."""
+"""What a stream's client gets: a step in one write while
+it reads, one merged chunk when it lags.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +151,10 @@ async def test_chunks_that_wait_for_a_slow_reader_are_merged(stack: Stack) -> No
 async def test_a_script_waits_for_a_reader_that_is_late(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    """Tests that count chunks rely on it; where a client wants the whole, no chunk is waited for."""
+    """Tests that count chunks rely on it.
+
+    Where a client wants the whole, no chunk is waited for.
+    """
 
     def add_late(news: News, output: Output) -> None:
         if not news:

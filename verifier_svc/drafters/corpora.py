@@ -1,7 +1,8 @@
-"""The corpora of this verifier's drafters: passed on, and sent again to a drafter that lost them when it died.
+"""The corpora of this verifier's drafters: passed on, and sent again
+to a drafter that lost them when it died.
 
-A drafter's own list says what it drafts from. The verifier also keeps what was added through it, four bytes a token, as
-long as it lives. So a drafter is disposable and gets back what it had.
+A drafter's own list says what it drafts from. The verifier also keeps what was added through it,
+four bytes a token, as long as it lives. So a drafter is disposable and gets back what it had.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ ALGORITHM = "NGRAM"
 
 
 class _Holder(Protocol):
-    """A drafter's corpora, wherever it runs. Raises as ``foretoken.corpora.Corpora``, and UnavailableError."""
+    """A drafter's corpora, wherever it runs.
+
+    Raises as ``foretoken.corpora.Corpora``, and UnavailableError.
+    """
 
     async def add(self, name: str, token_ids: Int32, *, append: bool) -> CorpusInfo: ...
 
@@ -110,7 +114,10 @@ class _Remote:
 
 
 class DrafterCorpora:
-    """All drafters of one verifier. Used on its event loop; changes of one drafter's corpora come one after another."""
+    """All drafters of one verifier.
+
+    Used on its event loop; changes of one drafter's corpora come one after another.
+    """
 
     def __init__(
         self,
@@ -133,7 +140,10 @@ class DrafterCorpora:
         self._kept = dict.fromkeys(self._remotes, 0)
 
     def attach(self, source: DraftSource, address: str) -> None:
-        """Add a drafter in another process. Under a name that was detached it gets what that drafter held."""
+        """Add a drafter in another process.
+
+        Under a name that was detached it gets what that drafter held.
+        """
         name = source.name
         self._sources[name] = source
         self._in_process.pop(name, None)
@@ -169,7 +179,10 @@ class DrafterCorpora:
             await holder.remove(name)
 
     async def list(self, drafter: str) -> list[tuple[str, CorpusInfo]]:
-        """Return corpora and their drafters: of one, or of all that are known to hold some. Raises as ``add``."""
+        """Return corpora and their drafters: of one, or of all that are known to hold some.
+
+        Raises as ``add``.
+        """
         known = [name for name, source in self._sources.items() if source.algorithm == ALGORITHM]
         if drafter or not known:
             known = [drafter]

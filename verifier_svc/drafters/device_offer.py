@@ -1,4 +1,6 @@
-"""The device memory that a verifier on a GPU offers to drafters on the same GPU, for steps that overlap."""
+"""The device memory that a verifier on a GPU offers to drafters
+on the same GPU, for steps that overlap.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class ResidentOffer(NamedTuple):
     Attributes:
         device: the target's device.
         uuid: names that device (foretoken.models.backend.device_uuid).
-        tokens: the most tokens that one step commits for one sequence: one more than the levels of a tree.
+        tokens: the most tokens that one step commits for one sequence: one
+            more than the levels of a tree.
         hidden_dtype: the element type of the target's hidden states.
         prompt_rows: rows of hidden states that one step's prompts leave at most.
     """
@@ -39,7 +42,10 @@ class ResidentOffer(NamedTuple):
         return ResidentOffer(backend.device, uuid, 1 + max_depth, hidden_dtype, prompt_rows) if uuid else None
 
     def layout(self, target: TargetInfo, needs: DrafterNeeds) -> ResidentLayout | None:
-        """Return the layout of the memory for a drafter; None if it is on another device or wants no memory."""
+        """Return the layout of the memory for a drafter.
+
+        It is None if the drafter is on another device or wants no memory.
+        """
         if not needs.resident or needs.device != self.uuid:
             return None
         width = len(needs.features) * target.hidden_size
@@ -48,10 +54,11 @@ class ResidentOffer(NamedTuple):
         )
 
     def in_process(self, drafter: Drafter, target: TargetInfo, needs: DrafterNeeds) -> ResidentMemory | None:
-        """Give memory to a drafter in this process, whose work shares the verifier's stream, and return it.
+        """Give memory to a drafter in this process, whose work
+        shares the verifier's stream, and return it.
 
-        Called after the drafter's ``attach``. Returns None as ``layout`` does. Raises PreconditionError if the drafter
-        names this device and takes no memory there.
+        Called after the drafter's ``attach``. Returns None as ``layout`` does. Raises
+        PreconditionError if the drafter names this device and takes no memory there.
         """
         layout = self.layout(target, needs)
         if layout is None:

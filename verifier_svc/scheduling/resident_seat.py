@@ -21,8 +21,8 @@ class Seat:
 
     Attributes:
         sequence: its last token is the root of its next tree.
-        width: rows of its next step: most nodes of the drafter's tree, including the root. A tree from the
-            host may take more.
+        width: rows of its next step: most nodes of the drafter's tree, including the root. A tree
+            from the host may take more.
         number: the drafter's number, which marks drafted tokens in ``WalkResult.sources``.
         is_new: whether no result has been read: the first token ends the prefill.
         has_stepped: whether a step of this seat has been read. Its first step has only a root.
@@ -59,7 +59,10 @@ class SeatResult(NamedTuple):
 
 
 class SeatTree(NamedTuple):
-    """The tree that a step verifies for one seat. ``tokens``, ``parents``: int32, as in DraftTree."""
+    """The tree that a step verifies for one seat.
+
+    ``tokens``, ``parents``: int32, as in DraftTree.
+    """
 
     seat: Seat
     tokens: NDArray[np.int32]

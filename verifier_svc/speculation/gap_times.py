@@ -11,7 +11,9 @@ GAP_SMOOTHING, MOST_GAP_RATIO = 0.05, 4.0
 
 
 class StepGaps:
-    """The gaps before steps with prompts, which take the host longer to launch, and before all others."""
+    """The gaps before steps with prompts, which take the host
+    longer to launch, and before all others.
+    """
 
     def __init__(self) -> None:
         self._gaps = {False: GapTimes(), True: GapTimes()}
@@ -33,7 +35,9 @@ class GapTimes:
         self._means: dict[int, tuple[float, int]] = {}
 
     def seconds(self, batch: int) -> float:
-        """Return the gap with ``batch`` sequences: that of the nearest batch size that was measured."""
+        """Return the gap with ``batch`` sequences: that of
+        the nearest batch size that was measured.
+        """
         if not self._means:
             return FIRST_GAP_S
         size = seq_bucket(batch)

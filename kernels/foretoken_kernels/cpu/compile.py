@@ -40,13 +40,16 @@ def cpu_has(feature: str) -> bool:
 
 
 def cache_folder() -> Path | None:
-    """Return the folder that numba was told to keep compiled functions in; None if it was told none."""
+    """Return the folder that numba was told to keep compiled functions in.
+
+    It is None if it was told none.
+    """
     found = _numba.config.CACHE_DIR
     return Path(found) if found else None
 
 
 def facts() -> dict[str, str]:
-    """Return what compiled code depends on besides its source: compiler, its settings, and the CPU."""
+    """Return what compiled code depends on besides its source: compiler, settings, CPU."""
     config = _numba.config
     settings = {
         name: value

@@ -1,5 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Divide the rows of an overlapped step among its seats: the best drafted nodes of all seats get them."""
+"""Divide the rows of an overlapped step among its seats: the
+best drafted nodes of all seats get them.
+"""
 
 from __future__ import annotations
 
@@ -109,9 +111,9 @@ def share_rows(
 ) -> None:
     """Write ``row_starts`` and its copy; reference_resident.share_rows_reference defines it.
 
-    Each seat with a width gets a row for its root. The other rows go to the nodes of the best scores, whatever
-    seat they are of; a sequence that was slower than the others so far counts more. A seat's nodes get their
-    rows in order, so trees must be chains whose scores fall.
+    Each seat with a width gets a row for its root. The other rows go to the nodes of the best
+    scores, whatever seat they are of; a sequence that was slower than the others so far counts
+    more. A seat's nodes get their rows in order, so trees must be chains whose scores fall.
 
     Args:
         drafted: the trees of the drafter on this device.

@@ -1,4 +1,6 @@
-"""One line is logged when hardly any draft is accepted, or half as many as usual; one when that ends."""
+"""One line is logged when hardly any draft is accepted, or
+half as many as usual; one when that ends.
+"""
 
 from __future__ import annotations
 
