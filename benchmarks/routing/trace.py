@@ -79,7 +79,7 @@ def token_ids(request: Request, block_tokens: int, vocab_size: int = VOCAB_SIZE)
 
 
 def infinite_hit_rate(requests: Iterable[Request], block_tokens: int) -> float:
-    """Return the share of prompt tokens that an unlimited prefix cache of one verifier would hold."""
+    """Return the share of prompt tokens that one verifier's unlimited prefix cache would hold."""
     seen: set[int] = set()
     num_tokens = num_hits = 0
     for request in requests:
