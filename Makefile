@@ -1,18 +1,20 @@
-# Every target sets up what it needs: a virtual environment in .venv, at the versions of constraints.txt.
-# Variables: PORT, GRPC_PORT, MODEL, SECONDS, SEED, ARGS (more flags for serve, test-all, a bench or chaos; all of test's),
-# WORKERS, PYTHON, VENV, TORCH_INDEX, LOCKED.
+# Every target sets up what it needs: a virtual environment in .venv, at the versions of
+# constraints.txt.
+# Variables: PORT, GRPC_PORT, MODEL, SECONDS, SEED, ARGS (more flags for serve, test-all, a bench or
+# chaos; all of test's), WORKERS, PYTHON, VENV, TORCH_INDEX, LOCKED.
 
 PORT ?= 8000
 GRPC_PORT ?= 50051
 MODEL ?= demo
 VENV ?= .venv
-# Where PyTorch comes from: by default its CPU build, on a machine without an NVIDIA driver. Given: what is there, driver
-# or not; empty: from pip's own index.
+# Where PyTorch comes from: by default its CPU build, on a machine without an NVIDIA driver. Given:
+# what is there, driver or not; empty: from pip's own index.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Of make chaos.
 SECONDS ?= 60
 SEED ?= 1
-# Processes that run tests at the same time. One GPU is not shared: some of its tests look at its memory.
+# Processes that run tests at the same time. One GPU is not shared: some of
+# its tests look at its memory.
 WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,3)
 # Not empty: install only files whose hashes are in docker/locks/dev.txt, besides PyTorch.
 LOCKED ?=
@@ -24,20 +26,24 @@ BIN := $(VENV)/bin
 CORE := $(VENV)/.core
 DEV := $(VENV)/.dev
 RAY := $(VENV)/.ray
-# What generates the stubs, in a folder of its own: the oldest grpcio and protobuf that pyproject.toml admits can import
-# stubs of this version, and its own requirements would hold protobuf back in $(VENV).
+# What generates the stubs, in a folder of its own: the oldest grpcio and protobuf that
+# pyproject.toml admits can import stubs of this version, and its own requirements would hold
+# protobuf back in $(VENV).
 GRPCIO_TOOLS := 1.76.0
 GENERATOR := $(VENV)/.grpcio-tools-$(GRPCIO_TOOLS)
-# What tests of Kubernetes' conventions need besides: Helm's engine, the API's schemas, Envoy's binary.
+# What tests of Kubernetes' conventions need besides: Helm's engine, the
+# API's schemas, Envoy's binary.
 KUBERNETES := $(VENV)/.kubernetes
-# What drives a browser, which Debian's package chromium or Playwright brings, and what checks accessibility in it.
+# What drives a browser, which Debian's package chromium or Playwright brings, and what checks
+# accessibility in it.
 PAGE := $(VENV)/.page
 AXE := $(VENV)/axe/node_modules/axe-core/axe.min.js
 # What builds the site: MkDocs and its plugins, apart from the packages of tests and services.
 SITE := $(VENV)/.site
 # What checks the files of a release.
 TWINE := $(VENV)/.twine-7.0.0
-# What tests of traces and of the dashboard need besides: a collector that is not ours, and Grafana's models of its schema.
+# What tests of traces and of the dashboard need besides: a collector that is not ours, and
+# Grafana's models of its schema.
 OBSERVABILITY := $(VENV)/.observability
 # What writes the locks.
 UV := $(VENV)/.uv-0.13.9
@@ -185,9 +191,9 @@ $(BIN)/python:
 	echo "Making a virtual environment in $(VENV) with $$("$$python" --version)"; \
 	"$$python" -m venv $(VENV)
 
-# A driver means that the default index's CUDA build is wanted. Without one, PyTorch's own index has the CPU build;
-# pip's configuration may have it too (a mirror, a folder of wheels), which serves where that index is out of reach.
-# For one that was asked for, no other build will do.
+# A driver means that the default index's CUDA build is wanted. Without one, PyTorch's own index has
+# the CPU build; pip's configuration may have it too (a mirror, a folder of wheels), which serves
+# where that index is out of reach. For one that was asked for, no other build will do.
 $(CORE): pyproject.toml constraints.txt $(if $(LOCKED),docker/locks/dev.txt) | $(BIN)/python
 	@index=""; \
 	if [ -n "$(filter-out file,$(origin TORCH_INDEX))" ]; then \

@@ -2,8 +2,8 @@
 
     python .ci/class_sizes.py
 
-Frozen records, settings and request models have no behaviour, so their fields do not count. A class that must be larger
-says why on its own line: `class Name:  # large: REASON`.
+The fields of frozen records, settings and request models do not count, since nothing changes them.
+A class that must be larger says why on its own line: `class Name:  # large: REASON`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ def num_methods(node: ast.ClassDef) -> int:
     return sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
 
 
+def dataclass_decorator(node: ast.ClassDef) -> ast.expr | None:
+    """Return the decorator that makes the class a dataclass, if it has one."""
+    return next((decorator for decorator in node.decorator_list if "dataclass" in ast.unparse(decorator)), None)
+
+
 def num_attributes(node: ast.ClassDef) -> int:
-    """Count what methods assign to ``self``."""
+    """Count a dataclass's fields, and what any class's methods assign to ``self``."""
     names = set()
     for item in ast.walk(node):
         targets = item.targets if isinstance(item, ast.Assign) else [getattr(item, "target", None)]
@@ -40,14 +45,26 @@ def num_attributes(node: ast.ClassDef) -> int:
                 )
                 if is_own and isinstance(part.ctx, ast.Store):
                     names.add(part.attr)
+    if dataclass_decorator(node) is not None:
+        names |= {
+            item.target.id
+            for item in node.body
+            if isinstance(item, ast.AnnAssign)
+            and isinstance(item.target, ast.Name)
+            and "ClassVar" not in ast.unparse(item.annotation)
+        }
     return len(names)
 
 
 def is_record(node: ast.ClassDef) -> bool:
-    """Whether a class only holds fields: a named tuple, a dataclass, or a pydantic model."""
+    """Return whether nothing changes the fields: a frozen record, settings, a pydantic model."""
     bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
-    decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
-    return bool(bases & RECORD_BASES) or any(base.endswith("Settings") for base in bases) or "dataclass" in decorators
+    decorator = dataclass_decorator(node)
+    is_frozen = isinstance(decorator, ast.Call) and any(
+        keyword.arg == "frozen" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+        for keyword in decorator.keywords
+    )
+    return bool(bases & RECORD_BASES) or any(base.endswith("Settings") for base in bases) or is_frozen
 
 
 def too_large(path: Path) -> list[str]:

@@ -1,7 +1,8 @@
-# Sourced by .ci/run: a container engine that answers, Compose, and what `make test-compose` needs to build images here.
-# On a Debian machine as root it installs and starts what is missing; the engine it starts goes on running. Where the
-# public base image or PyTorch's index are out of reach, the base image is made from this machine's Debian mirror and
-# PyTorch comes from wherever this machine's pip finds it. Sets BASE_IMAGE, BUILD_NETWORK and pip's variables.
+# Sourced by .ci/run: a container engine that answers, Compose, and what `make test-compose` needs
+# to build images here. On a Debian machine as root it installs and starts what is missing; the
+# engine it starts goes on running. Where the public base image or PyTorch's index are out of reach,
+# the base image is made from this machine's Debian mirror and PyTorch comes from wherever this
+# machine's pip finds it. Sets BASE_IMAGE, BUILD_NETWORK and pip's variables.
 
 fail() {
   echo ".ci/run: $*" >&2
@@ -53,7 +54,8 @@ make_base_image() {
   rm -rf "$folder" "$folder.log"
 }
 
-# Without PyTorch's own index: the wheel that this machine's pip finds, for the Python that the base image has or gets.
+# Without PyTorch's own index: the wheel that this machine's pip finds, for the Python
+# that the base image has or gets.
 fetch_torch() {
   local python=$1 index version
   index=$(sed -n 's/^TORCH_INDEX ?= //p' Makefile)

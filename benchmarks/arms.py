@@ -25,7 +25,8 @@ class Arm:
     """One way of serving.
 
     Attributes:
-        flags: the server's, beside those of all arms (``COMMON``); {head} is the draft head's folder.
+        flags: the server's, beside those of all arms (``COMMON``);
+            {head} is the draft head's folder.
         body: fields of every request.
     """
 

@@ -77,7 +77,10 @@ class Result:
     judged: bool
 
     def failures(self) -> list[str]:
-        """The reasons why the run fails. Texts must always be equal; bars count in a judged run."""
+        """Return the reasons why the run fails.
+
+        Texts must always be equal; bars count in a judged run.
+        """
         return [*self.mismatches, *(missed_bars(self.figures) if self.judged else ())]
 
 

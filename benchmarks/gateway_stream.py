@@ -1,11 +1,15 @@
 """Measure what one gateway process pays for a streamed chunk, and how evenly the chunks arrive.
 
-    python -m benchmarks.gateway_stream [--streams 256] [--rate 20000] [--seconds 10] [--clients N]
+    python -m benchmarks.gateway_stream [--streams 256] [--rate 20000] [--seconds 10] [--clients N] [--tokenize CHARS]
 
 A scripted verifier sends one message a step over a real session, with one token for each stream, at
 ``--rate`` tokens a second in all. Clients in processes of their own read the streams. It prints the
 gateway's CPU time a chunk, the tokens a second that it carried, and the gaps between a stream's
 chunks. The exit status is 1 if a text is wrong or a bar is missed.
+
+With ``--tokenize`` one more client sends a text of so many characters to
+/tokenize, again and again. Then the only bar is the longest gap: a step and 50 ms,
+so long may encoding hold up a stream.
 """
 
 from __future__ import annotations
@@ -15,12 +19,13 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,7 +42,7 @@ from benchmarks.command import finish
 from benchmarks.prompts import code_prompts
 from benchmarks.stack import READY_TIMEOUT_S, StackError, answers, running_server
 from foretoken import rpc
-from foretoken.bench.client import Address, complete
+from foretoken.bench.client import Address, complete, post
 from foretoken.bench.completion import StreamError
 from foretoken.free_ports import free_ports
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
@@ -51,6 +56,8 @@ CLIENT_TIMEOUT_S = 60.0
 WARM_UP_S = 1.0
 MAX_CHUNK_US = 40.0
 MAX_P99_GAP_MS = 30.0
+# Beyond a step, while texts are tokenized.
+MAX_HELD_UP_MS = 50.0
 # Of the rate. The window ends with the last step sent, whose chunks arrive after it.
 MIN_CARRIED = 0.98
 
@@ -175,6 +182,41 @@ def run_clients(address: Address, bodies: Sequence[dict[str, Any]]) -> Arrivals:
     )
 
 
+def tokenize_texts(address: Address, num_chars: int, done: Connection) -> None:
+    """Send a long text to /tokenize until this process is ended; report each call's seconds."""
+    text = ("def read_json(path):\n    return json.loads(path.read_text())\n" * num_chars)[:num_chars]
+    while True:
+        began = time.perf_counter()
+        status, body = post(address, "/tokenize", {"prompt": text}, CLIENT_TIMEOUT_S)
+        done.send(time.perf_counter() - began if status == 200 else StackError(f"/tokenize: {status} {body[:200]!r}"))
+
+
+@contextlib.contextmanager
+def tokenizing(address: Address, num_chars: int) -> Iterator[list[float]]:
+    """Tokenize texts beside the streams, if they have characters; fill the list at the end.
+
+    Raises:
+        StackError: a text was refused.
+    """
+    context = multiprocessing.get_context("spawn")
+    done, results = context.Pipe(duplex=False)
+    client = context.Process(target=tokenize_texts, args=(address, num_chars, results))
+    seconds: list[float] = []
+    if num_chars:
+        client.start()
+    try:
+        yield seconds
+    finally:
+        if num_chars:
+            client.kill()
+            client.join()
+    while done.poll():
+        result = done.recv()
+        if isinstance(result, StackError):
+            raise result
+        seconds.append(result)
+
+
 @contextlib.contextmanager
 def running_gateway(model: Path, verifier: str) -> Iterator[tuple[Address, psutil.Process]]:
     """Start one gateway process; yield its address and its process.
@@ -204,6 +246,8 @@ class StreamFigures:
     wall_s: float
     # Seconds between two chunks of a stream.
     gaps: np.ndarray
+    # How long each call of /tokenize took.
+    tokenized_s: list[float]
 
     @property
     def chunk_us(self) -> float:
@@ -218,17 +262,37 @@ class StreamFigures:
     def p99_gap_ms(self) -> float:
         return 1e3 * float(np.percentile(self.gaps, 99))
 
+    @property
+    def longest_gap_ms(self) -> float:
+        return 1e3 * float(self.gaps.max())
+
+    def missed(self, load: StreamLoad) -> list[str]:
+        """Return the names of the bars that the run missed."""
+        if self.tokenized_s:
+            return ["longest gap"] if self.longest_gap_ms > 1e3 * load.step_s + MAX_HELD_UP_MS else []
+        return [
+            *(["CPU a chunk"] if self.chunk_us > MAX_CHUNK_US else []),
+            *(["tokens a second"] if self.carried < MIN_CARRIED * load.rate else []),
+            *(["p99 gap"] if self.p99_gap_ms > MAX_P99_GAP_MS else []),
+        ]
+
     def text(self) -> str:
-        p50, longest = 1e3 * float(np.percentile(self.gaps, 50)), 1e3 * float(self.gaps.max())
+        gaps = f"gap p50 {1e3 * float(np.percentile(self.gaps, 50)):.1f}, p99 {self.p99_gap_ms:.1f}"
+        if self.tokenized_s:
+            call_ms = 1e3 * statistics.median(self.tokenized_s)
+            calls = f"tokenized {len(self.tokenized_s)} texts, {call_ms:.0f} ms each"
+            return f"{gaps}, longest {self.longest_gap_ms:.1f} ms; {calls}"
         return (
             f"CPU a chunk {self.chunk_us:.1f} us (bar {MAX_CHUNK_US:g}), of one core {self.cpu_s / self.wall_s:.0%}; "
             f"carried {self.carried:,.0f} tok/s in {self.num_chunks / self.wall_s:,.0f} chunks/s; "
-            f"gap p50 {p50:.1f}, p99 {self.p99_gap_ms:.1f} (bar {MAX_P99_GAP_MS:g}), longest {longest:.1f} ms"
+            f"{gaps} (bar {MAX_P99_GAP_MS:g}), longest {self.longest_gap_ms:.1f} ms"
         )
 
 
-def measure(load: StreamLoad, model: Path, prompt: Sequence[int], text: str, num_clients: int) -> StreamFigures:
-    """Run the load once.
+def measure(
+    load: StreamLoad, model: Path, prompt: Sequence[int], text: str, num_clients: int, num_chars: int = 0
+) -> StreamFigures:
+    """Run the load once. ``num_chars``: of a text to tokenize meanwhile; 0: none.
 
     Raises:
         StackError: the gateway did not start, or an answer is not ``text``.
@@ -247,14 +311,16 @@ def measure(load: StreamLoad, model: Path, prompt: Sequence[int], text: str, num
                 shares = [bodies[number::num_clients] for number in range(num_clients)]
                 seen = [clients.submit(run_clients, gateway_address, share) for share in shares]
                 began = _await_mark(marks, gateway)
-                ended = _await_mark(marks, gateway)
+                with tokenizing(gateway_address, num_chars) as tokenized_s:
+                    ended = _await_mark(marks, gateway)
                 arrivals = [share.result() for share in seen]
         finally:
             verifier.kill()
             verifier.join()
     if any(arrived.texts != {text} for arrived in arrivals):
         raise StackError("a stream's text is not the text of its tokens")
-    return _figures([times for arrived in arrivals for times in arrived.times], load, began, ended)
+    streams = [times for arrived in arrivals for times in arrived.times]
+    return replace(_figures(streams, load, began, ended), tokenized_s=tokenized_s)
 
 
 def _body(prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
@@ -280,7 +346,7 @@ def _figures(
     tokens_per_chunk = load.num_streams * len(load.token_ids) / sum(map(len, streams))
     gaps = np.array([later - earlier for times in counted for earlier, later in pairwise(times)])
     cpu_s, wall_s = ended[1] - began[1], ended[0] - began[0]
-    return StreamFigures(num_chunks, round(num_chunks * tokens_per_chunk), cpu_s, wall_s, gaps)
+    return StreamFigures(num_chunks, round(num_chunks * tokens_per_chunk), cpu_s, wall_s, gaps, [])
 
 
 def _output(model: Path, prompt: Sequence[int], num_tokens: int) -> tuple[tuple[int, ...], str]:
@@ -298,6 +364,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=20_000, help="tokens a second, over all streams")
     parser.add_argument("--seconds", type=float, default=10.0, help="of streaming, besides a second to warm up")
     parser.add_argument("--clients", type=int, default=max(1, min(8, (os.cpu_count() or 1) - 3)), help="processes")
+    parser.add_argument("--tokenize", type=int, default=0, metavar="CHARS", help="tokenize such texts meanwhile")
     parser.add_argument("--model", type=Path, default=DEMO, help="folder of the tokenizer (default: the demo model)")
     options = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
@@ -308,16 +375,11 @@ def main() -> None:
     print(f"{environment.machine()}; {options.streams} streams, {options.rate:,.0f} tok/s, a step each "
           f"{1e3 * load.step_s:.1f} ms, {options.clients} client processes")  # fmt: skip
     try:
-        figures = measure(load, options.model, prompt, text, options.clients)
+        figures = measure(load, options.model, prompt, text, options.clients, options.tokenize)
     except (StackError, StreamError) as error:
         sys.exit(f"failed: {error}")
     print(figures.text())
-    missed = [
-        *(["CPU a chunk"] if figures.chunk_us > MAX_CHUNK_US else []),
-        *(["tokens a second"] if figures.carried < MIN_CARRIED * options.rate else []),
-        *(["p99 gap"] if figures.p99_gap_ms > MAX_P99_GAP_MS else []),
-    ]
-    finish(missed)
+    finish(figures.missed(load))
 
 
 if __name__ == "__main__":

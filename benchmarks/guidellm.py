@@ -3,10 +3,10 @@
     python -m benchmarks.guidellm --url URL --tokenizer FOLDER --program ENVIRONMENT/bin/guidellm
 
 guidellm is installed in an environment of its own (``make test-clients`` makes one in
-``.client-environments/guidellm_load``). Both send chats of random words with outputs of fixed length, so many at
-once. guidellm sends the same prompts in every run, so a server must not cache prefixes. A ratio is
-``foretoken bench`` / guidellm; the median of the pairs counts. The exit status is 1 if one is off by
-more than 3%.
+``.client-environments/guidellm_load``). Both send chats of random words with outputs of fixed
+length, so many at once. guidellm sends the same prompts in every run, so a server must not cache
+prefixes. A ratio is ``foretoken bench`` / guidellm; the median of the pairs counts. The exit status
+is 1 if one is off by more than 3%.
 """
 
 from __future__ import annotations

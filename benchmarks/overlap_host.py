@@ -103,7 +103,7 @@ class FreeStep:
         batch_row.width = width
 
     def share_rows(self, budget: int) -> None:
-        """Rows cost nothing."""
+        """Do nothing: rows cost nothing."""
 
     def num_rows(self, batch_row: BatchRow) -> int:
         return batch_row.width
@@ -130,7 +130,7 @@ class FreeStep:
         return True
 
     def wait(self) -> None:
-        """Results are there."""
+        """Do nothing: results are there."""
 
     def receive(self) -> list[BatchRowResult]:
         batch_rows, drafts = self._in_flight.popleft()
@@ -160,16 +160,16 @@ class SilentDrafter:
         return self
 
     def start(self) -> None:
-        """It is attached."""
+        """Do nothing: it is attached."""
 
     def close(self) -> None:
-        """It has nothing to close."""
+        """Do nothing: nothing is open."""
 
     def report_failure(self, reason: str) -> None:
         raise AssertionError(reason)
 
     def report_success(self) -> None:
-        """Nothing follows from it."""
+        """Ignore it."""
 
     def is_open(self) -> bool:
         return True
@@ -178,7 +178,7 @@ class SilentDrafter:
         return True
 
     def release(self, slots: Items[int]) -> None:
-        """It knows of no sequence."""
+        """Ignore it: no sequence is known."""
 
     def receive(self, timeout_s: float) -> DraftBatch | None:
         return None
@@ -256,7 +256,10 @@ def ready_results(batch: int, nodes: int, text: NDArray[np.int32] | None) -> lis
 def measure(
     batch: int, nodes: int, num_steps: int, profile: cProfile.Profile | None, text: NDArray[np.int32] | None
 ) -> dict[str, float]:
-    """Return the seconds of ``num_steps`` steps by phase. With ``text``, an n-gram drafter looks it up."""
+    """Return the seconds of ``num_steps`` steps by phase.
+
+    With ``text``, an n-gram drafter looks it up.
+    """
     output = nodes * (WARM_STEPS + num_steps + 8)
     length = PROMPT + output + nodes + 1
     blocks = BlockManager(batch * (length // BLOCK + 8), BLOCK)

@@ -2,8 +2,9 @@
 
     python -m benchmarks.paced_server --port 8000 --ttft-ms 100 --tpot-ms 20 --tokens-a-chunk 1
 
-Every answer's first chunk is due ``ttft`` after its request, and the following ones ``tpot`` x their
-tokens after each other. All are timed from the request, so a late chunk makes no other one late.
+Every answer's first chunk is due ``ttft`` after its request, and the following ones
+``tpot`` x their tokens after each other. All are timed from the request, so a late
+chunk makes no other one late.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Pace:
 
 
 class PacedServer:
-    """Answers GETs with the model's name, and every POST with a stream of as many tokens as it wants."""
+    """Answers GETs with the model's name, and every POST
+    with a stream of as many tokens as it wants.
+    """
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace

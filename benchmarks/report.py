@@ -78,7 +78,10 @@ class Report:
     prompts: list[dict[str, Any]] = field(default_factory=list)
 
     def failures(self) -> list[str]:
-        """The reasons why the run fails. Texts must always be equal; bars count in a judged run."""
+        """Return the reasons why the run fails.
+
+        Texts must always be equal; bars count in a judged run.
+        """
         return [*self.mismatches, *(missed_bars(self.figures) if self.judged else ())]
 
 

@@ -1,4 +1,5 @@
-"""``make bench-load``: hold the server's own choice against plain decode and fixed shapes, on a CPU.
+"""``make bench-load``: hold the server's own choice against
+plain decode and fixed shapes, on a CPU.
 
     python -m benchmarks.served_load [--quick] [--streams 1,2,4] [--output FILE]
 

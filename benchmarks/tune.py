@@ -1,13 +1,14 @@
-"""Hold ``foretoken tune`` against the full grid, on the demo model or another one with an EAGLE-3 head.
+"""Hold ``foretoken tune`` against the full grid, on the demo
+model or another one with an EAGLE-3 head.
 
     python -m benchmarks.tune [--batches 1,4,16] [--shapes 1-1-2,3-1-4] [--output FILE] [--quick]
     python -m benchmarks.tune --target WIDE/target --head WIDE/eagle3 --cores 0    # on a GPU
     python -m benchmarks.tune --by-flags 3-1-4
 
-Held-out code runs against one server: first tuning, then the full grid, then what tuning found and what the grid found
-in turn; a ratio is the median of these pairs. The exit status is 1 if tuning misses 3% of the grid's best, or takes
-more than a quarter of its time. ``--by-flags`` instead holds a shape that requests ask for against the same shape by
-flags, on two servers in turn.
+Held-out code runs against one server: first tuning, then the full grid, then what tuning found and
+what the grid found in turn; a ratio is the median of these pairs. The exit status is 1 if tuning
+misses 3% of the grid's best, or takes more than a quarter of its time. ``--by-flags`` instead holds
+a shape that requests ask for against the same shape by flags, on two servers in turn.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ class Served:
 
     @staticmethod
     def of(target: Path | None, head: Path | None, max_running: int) -> Served:
-        """Return the given models; None: the demo's, whose head drafts its most frequent tokens alone."""
+        """Return the given models.
+
+        None means the demo's, whose head drafts its most frequent tokens alone.
+        """
         token_map = "" if head else f",token_map={DEMO / 'token_map.safetensors'}"
         flag = EAGLE3.format(head=head or DEMO / "eagle3") + token_map
         return Served(target or DEMO / "target", flag, max_running)
@@ -162,7 +166,9 @@ def hold(
 def hold_by_flags(
     settings: TuneSettings, servers: Servers, served: Served, shape: ShapeFlags, num_pairs: int
 ) -> tuple[list[Figure], dict[str, Any]]:
-    """Compare requests that ask for a shape, within the usual bounds, with a server whose flags fix it."""
+    """Compare requests that ask for a shape, within the usual
+    bounds, with a server whose flags fix it.
+    """
     asked = Candidate(f"eagle3 {shape.name}", ("eagle3",), shape)
     fixed = Candidate(f"eagle3 {shape.name} by flags", ("eagle3",))
     with (

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Says for each container of a Compose project how it last ended, and what to type: killed from outside, or died by
-# itself. An argument: the project's name. Needs docker alone.
+# Says for each container of a Compose project how it last ended, and what to type: killed from
+# outside, or died by itself. An argument: the project's name. Needs docker alone.
 set -eu
 project=${1:-${COMPOSE_PROJECT_NAME:-foretoken}}
 
-# The init process of a container (TINI_VERBOSITY in compose.yaml) logs how its child ended. A container that was killed
-# from outside loses both at once, and logs nothing.
+# The init process of a container (TINI_VERBOSITY in compose.yaml) logs how its child ended. A
+# container that was killed from outside loses both at once, and logs nothing.
 last_words() {
   docker logs "$@" 2>&1 | sed -n 's/^\[INFO  tini ([0-9]*)\] Main child exited [a-z ]*(with \(.*\))$/\1/p' | tail -n 1
 }

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Installs only PyTorch, with the pip command in the arguments: from $TORCH_INDEX, PyTorch's index of
-# CPU builds; if that does not answer, from docker/wheels, or from pip's index if there is no wheel. If
-# $TORCH_INDEX is empty: from pip's index, with the build that it has.
+# Installs only PyTorch, with the pip command in the arguments: from $TORCH_INDEX, PyTorch's index
+# of CPU builds; if that does not answer, from docker/wheels, or from pip's index if there is no
+# wheel. If $TORCH_INDEX is empty: from pip's index, with the build that it has.
 set -eu
 index=""
 if [ -n "$TORCH_INDEX" ]; then

@@ -1,4 +1,5 @@
-"""Write docker/locks/*.txt: every package of an installation at one version, with the hashes of all its files.
+"""Write docker/locks/*.txt: every package of an installation at one
+version, with the hashes of all its files.
 
 docs/site/requirements.txt, what builds the site, is such a file too. The first argument is uv's
 executable; `make locks` installs it. The locks hold for every Python and platform that the project
@@ -19,9 +20,9 @@ FOLDER = Path("docker/locks")
 SITE = Path("docs/site/requirements.txt")
 NO_TORCH = {"torch", "numba", "llvmlite", "llguidance"}
 HEADER = "# Written by `make locks` from pyproject.toml and constraints.txt.\n"
-# PyTorch's CPU builds are in its own index only, under versions and hashes of their own, and some machines have
-# another build still. So docker/install_torch.sh and the Makefile install them; what PyPI's CUDA build needs beyond
-# them is left out.
+# PyTorch's CPU builds are in its own index only, under versions and hashes of their own, and some
+# machines have another build still. So docker/install_torch.sh and the Makefile install them; what
+# PyPI's CUDA build needs beyond them is left out.
 TORCH = re.compile(r"(torch|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)==")
 TRITON = re.compile(r"triton==")
 # Packages that pyzmq needs with PyPy only, on which PyTorch does not run.

@@ -1,7 +1,8 @@
-"""Bring the version of pyproject.toml to every other place that states it: python docker/set_version.py
+"""Bring the version of pyproject.toml to every other place
+that states it: python docker/set_version.py
 
-With --check it changes nothing, and exits with 1 if a place has another version. --check VERSION also
-compares pyproject.toml with that, as a tag without its "v".
+With --check it changes nothing, and exits with 1 if a place has another version. --check VERSION
+also compares pyproject.toml with that, as a tag without its "v".
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _FIELDS = {
 
 
 def with_options(kind: type[Kind]) -> type[Kind]:
-    """Class decorator: add a field with the options of each algorithm that has some."""
+    """Decorate a settings class: add a field with the options of each algorithm that has some."""
     fields: dict[str, Any] = {
         row.field: (Annotated[options, Flag(f"--speculative-{row.field}-")], options())
         for row in ALGORITHMS.values()

@@ -50,7 +50,8 @@ class RoundCounts:
     def __init__(self, max_slots: int) -> None:
         self._counts = np.zeros(max_slots, _COUNTS)
         self._counts["generation"] = _NONE
-        # Sequences that lost their slot and are not taken yet, oldest first; at most as many as there are slots.
+        # Sequences that lost their slot and are not taken yet, oldest first; at
+        # most as many as there are slots.
         self._former: OrderedDict[tuple[int, int], SequenceRounds] = OrderedDict()
 
     def count(self, request: DraftRequest, began_ns: int, ended_ns: int) -> None:

@@ -31,7 +31,10 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
     """
 
     def __init__(self, name: str, thread: DrafterThread, tracer: Tracer | None = None) -> None:
-        """``name``: the drafter's name in requests and metrics. ``tracer``: None: tracing is off."""
+        """``name``: the drafter's name in requests and metrics.
+
+        ``tracer``: None: tracing is off.
+        """
         self._name = name
         self._thread = thread
         self._tracer = tracer

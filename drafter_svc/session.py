@@ -56,7 +56,7 @@ class Session:
         self._rounds: RoundCounts | None = None
 
     def attach(self, epoch: int, target: TargetInfo, arena_socket: str) -> tuple[AttachedVerifier, str, bytes]:
-        """As DrafterThread.attach."""
+        """Attach as DrafterThread.attach does."""
         self._check_free(epoch)
         self.end("another attachment took its place")
         with contextlib.ExitStack() as undo:
@@ -86,7 +86,7 @@ class Session:
             self.end(reason)
 
     def draft(self, attachment: AttachedVerifier, request: DraftRequest) -> DraftBatch:
-        """As DrafterThread.draft."""
+        """Draft as DrafterThread.draft does."""
         if attachment is not self.attachment:
             raise UnavailableError("the attachment has ended")
         try:
@@ -96,12 +96,12 @@ class Session:
             raise UnavailableError(f"the drafter failed: {error!r}") from error
 
     def rounds(self, epoch: int, slot: int, generation: int) -> SequenceRounds | None:
-        """As DrafterThread.rounds."""
+        """Return the rounds as DrafterThread.rounds does."""
         is_current = self.attachment is not None and self.attachment.epoch == epoch
         return self._rounds.take(slot, generation) if is_current and self._rounds is not None else None
 
     def release(self, epoch: int, slots: list[int]) -> None:
-        """As DrafterThread.release."""
+        """Release as DrafterThread.release does."""
         if self.attachment is None or self.attachment.epoch != epoch:
             raise PreconditionError(f"not attached to epoch {epoch}")
         try:
@@ -146,7 +146,7 @@ class Session:
             return False
 
     def corpora(self) -> Corpora:
-        """As DrafterThread.corpora."""
+        """Return the corpora as DrafterThread.corpora does."""
         if not isinstance(self.drafter, HoldsCorpora):
             raise PreconditionError(f"a drafter of kind {self.drafter.algorithm} holds no corpora", field="drafter")
         return self.drafter.corpora

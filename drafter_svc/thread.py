@@ -23,8 +23,8 @@ from foretoken.transports.doorbell import Doorbell, Waiter, default_spin_us
 
 Result = TypeVar("Result")
 
-# Seconds without a request after which the drafter counts as idle and prepares for later ones. Steps of
-# a running sequence ask more often.
+# Seconds without a request after which the drafter counts as idle and prepares for later ones.
+# Steps of a running sequence ask more often.
 _QUIET_S = 0.2
 
 

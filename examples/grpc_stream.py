@@ -1,4 +1,6 @@
-"""Stream a completion over gRPC; run `make serve` first. FORETOKEN_API_KEY: the key of a server that wants one.
+"""Stream a completion over gRPC; run `make serve` first.
+
+FORETOKEN_API_KEY: the key of a server that wants one.
 
 .venv/bin/python -m examples.grpc_stream ["def read_json(path):" [127.0.0.1:50051]]
 """

@@ -1,4 +1,6 @@
-"""Stream a completion with the openai client; run `make serve` and `.venv/bin/pip install openai` first.
+"""Stream a completion with the openai client.
+
+Run `make serve` and `.venv/bin/pip install openai` first.
 
 .venv/bin/python examples/openai_stream.py ["def read_json(path):" [http://127.0.0.1:8000]]
 """

@@ -207,7 +207,9 @@ def drafter(given: Given) -> None:
 
 @app.command(cls=ServeCommand)
 def doctor(given: Given) -> None:
-    """Check this machine, and MODEL and its drafters if given. Say what to do; exit with 1 on a fault.
+    """Check this machine, and MODEL and its drafters if given.
+
+    Say what to do; exit with 1 on a fault.
 
     It takes the flags of serve, and starts and downloads nothing.
     """
@@ -280,7 +282,10 @@ def _supervise_ray(given: Given, options: ServeOptions, folder: Path) -> int:
 def _supervise_on_gpu(
     settings: VerifierStack, services: list[Service], folder: Path, announce_ready: Callable[[], None]
 ) -> int:
-    """Run services, those with a model as clients of one GPU, until a signal; return the exit status."""
+    """Run services, those with a model as clients of one GPU, until a signal.
+
+    Return the exit status.
+    """
     from foretoken import stack
     from foretoken.mps import DRIVER, gpu_clients
 
@@ -313,7 +318,10 @@ def _run(services: list[Service], announce_ready: Callable[[], None]) -> int:
 
 
 def _verifier_services(settings: VerifierStack, folder: Path) -> list[Service]:
-    """Return a verifier with its drafters, in the order of their start. ``folder`` holds the drafters' sockets."""
+    """Return a verifier with its drafters, in the order of their start.
+
+    ``folder`` holds the drafters' sockets.
+    """
     from drafter_svc.drafter_spec import spec_text
     from foretoken import stack
     from foretoken.commands.service_settings import LogOptions, VerifierOptions
@@ -333,14 +341,15 @@ def _verifier_services(settings: VerifierStack, folder: Path) -> list[Service]:
             services.append(stack.drafter(spec.name, command, drafter_settings.address))
     verifier = settings.verifier
     command = stack.command("verifier", verifier, (*held, *level))
-    # On one machine the gateway has drained before; in a cluster others' gateways have streams here.
+    # On one machine the gateway has drained before; in a cluster
+    # others' gateways have streams here.
     drain_s = 0.0 if is_unix(verifier.address) else verifier.drain_timeout_s
     services.append(stack.verifier(command, verifier.address, read_credentials(verifier), drain_s))
     return services
 
 
 def _gateway(settings: GatewaySettings, log_level: str, folder: Path) -> tuple[Service, Callable[[], None]]:
-    """Return the gateway that belongs to this terminal, and a function that says that it is ready."""
+    """Return the gateway of this terminal, and a function that says that it is ready."""
     import secrets
 
     from pydantic import SecretStr

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 class Drafter(Protocol):
-    """Proposes trees. A new drafter is a file that implements this, and a row in drafter_svc/algorithms.py.
+    """Proposes trees.
+
+    A new drafter is a file that implements this, and a row in drafter_svc/algorithms.py.
 
     Calls come from one thread. An exception ends the attachment, never a request.
     """

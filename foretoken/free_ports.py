@@ -11,7 +11,8 @@ from pathlib import Path
 # The lowest port to try, and the least number of candidates.
 LEAST_PORT = 20_000
 NUM_PORTS = 10_000
-# The latest ports that no other process is given. By the time that so many more were asked for, they are bound.
+# The latest ports that no other process is given. By the time that so many more
+# were asked for, they are bound.
 NUM_CLAIMS = 64
 
 _given_ports: set[int] = set()
@@ -19,10 +20,12 @@ _claims: deque[int] = deque()
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Return ports of ``host``, an address of this machine, that nobody listens on now, each only once.
+    """Return ports of ``host``, an address of this machine,
+    that nobody listens on now, each only once.
 
-    While this process lives, no other one gets the latest ``NUM_CLAIMS`` from here. Ports are below the
-    kernel's range of ephemeral ports: until a port is bound, a connection could get an ephemeral one.
+    While this process lives, no other one gets the latest ``NUM_CLAIMS`` from here.
+    Ports are below the kernel's range of ephemeral ports: until a port is bound, a
+    connection could get an ephemeral one.
     """
     first_of_any = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
     candidates = range(LEAST_PORT, max(first_of_any, LEAST_PORT + NUM_PORTS))

@@ -37,7 +37,7 @@ def default_name(model: str) -> str:
 
 
 def is_demo(model: str) -> bool:
-    """Whether MODEL means the bundled demo model."""
+    """Return whether MODEL means the bundled demo model."""
     return model == DEMO and not Path(model).is_dir()
 
 
@@ -98,9 +98,11 @@ def config_file(model: str, revision: str | None = None) -> Path | None:
 
 
 def _ask_once(model: str, revision: str | None) -> None:
-    """Raise the library's error if the hub does not have a model that is not cached, or does not answer.
+    """Raise the library's error if the hub does not have a
+    model that is not cached, or does not answer.
 
-    A download would retry for half a minute: too long for a name that is more likely a mistyped folder.
+    A download would retry for half a minute: too long for a name that is
+    more likely a mistyped folder.
     """
     from huggingface_hub import HfApi, errors, try_to_load_from_cache
 
@@ -115,7 +117,9 @@ def _ask_once(model: str, revision: str | None) -> None:
 
 
 def cached(model: str, revision: str | None = None) -> Path | None:
-    """Return the folder of a checkpoint without a download; None: a hub id whose weights are not here.
+    """Return the folder of a checkpoint without a download.
+
+    It is None for a hub id whose weights are not here.
 
     Raises ConfigError as ``resolve``.
     """
@@ -132,7 +136,10 @@ def cached(model: str, revision: str | None = None) -> Path | None:
 
 
 def check_known(model: str, revision: str | None = None) -> None:
-    """Raise ConfigError if there is neither such a folder nor such a model on the hub. Downloads nothing."""
+    """Raise ConfigError if there is neither such a folder nor such a model on the hub.
+
+    Downloads nothing.
+    """
     if not _is_hub_id(model):
         resolve(model, revision)
         return
@@ -148,7 +155,7 @@ def cache_folder() -> Path:
 
 
 def is_same_folder(one: str, other: str) -> bool:
-    """Whether both texts name one folder."""
+    """Return whether both texts name one folder."""
     paths = Path(one).expanduser(), Path(other).expanduser()
     return all(path.is_dir() for path in paths) and paths[0].samefile(paths[1])
 
@@ -170,7 +177,7 @@ def resolve_file(name: str) -> Path:
 
 
 def _is_hub_id(model: str) -> bool:
-    """Whether MODEL can only be an id: there is no such file, and no path is written so."""
+    """Return whether MODEL can only be an id: there is no such file, and no path is written so."""
     is_path = Path(model).expanduser().exists() or model.startswith((".", "/", "~"))
     return not is_path and not is_demo(model) and _HUB_ID.fullmatch(model) is not None
 

@@ -10,7 +10,10 @@ from foretoken.errors import CheckpointError
 
 
 def read_object(file: Path) -> dict[str, Any] | None:
-    """Return the object that a file holds; None if there is no file. Raises CheckpointError naming the file."""
+    """Return the object that a file holds; None if there is no file.
+
+    Raises CheckpointError naming the file.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

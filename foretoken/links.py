@@ -31,7 +31,8 @@ class AllowedCaller(Enum):
 
     # Everybody who reaches the port.
     ANYBODY = auto()
-    # A peer: it shows the token if the service has one. Without one, everybody who reaches the port.
+    # A peer: it shows the token if the service has one. Without one,
+    # everybody who reaches the port.
     PEER = auto()
     # A peer that shows a token or a certificate. A service that asks for neither refuses the call.
     OPERATOR = auto()
@@ -108,7 +109,10 @@ def check_listener(address: str, credentials: LinkCredentials, *, is_insecure: b
 
 
 def server_credentials(address: str, credentials: LinkCredentials) -> grpc.ServerCredentials | None:
-    """Return the TLS credentials of a server at ``address``, which demand a client's certificate; None: no TLS."""
+    """Return the TLS credentials of a server at ``address``, which demand a client's certificate.
+
+    They are None without TLS.
+    """
     found = credentials.certificates
     if found is None or is_unix(address):
         return None

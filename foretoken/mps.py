@@ -189,7 +189,10 @@ def _start(control: str, environment: Mapping[str, str], logs: Path) -> None:
 
 
 def answers(control: str, environment: Mapping[str, str]) -> bool:
-    """Whether the daemon that ``environment`` names answers. ``control``: the control program."""
+    """Return whether the daemon that ``environment`` names answers.
+
+    ``control``: the control program.
+    """
     try:
         _ask(control, environment, "get_server_list")
     except _MpsError:

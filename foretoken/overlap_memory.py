@@ -26,7 +26,8 @@ class OverlapLayout(NamedTuple):
         nodes: nodes of one tree at most, including the root.
         hidden_width: elements of the target's hidden states for each token; 0: there are none.
         hidden_dtype: their element type.
-        prompt_rows: rows of hidden states that one step's prompts leave at most; 0: they leave none.
+        prompt_rows: rows of hidden states that one step's prompts
+            leave at most; 0: they leave none.
     """
 
     batch_rows: int

@@ -139,7 +139,10 @@ class Listener(enum.Enum):
 
 
 async def listener_at(address: str) -> Listener:
-    """Look what listens at ``unix:/path`` or host:port; takes SILENCE_S for one that does not answer."""
+    """Look what listens at ``unix:/path`` or host:port.
+
+    It takes SILENCE_S for one that does not answer.
+    """
     path = rpc.unix_path(address)
     # gRPC admits dns:///host:port and [IPv6]:port.
     host, _, port = address.rpartition("/")[2].rpartition(":")

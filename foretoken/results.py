@@ -19,7 +19,10 @@ class FinishReason(enum.StrEnum):
 
 
 class FallbackReason(enum.StrEnum):
-    """Why a decode step had no draft although its request wanted one. The values are those in answers and metrics."""
+    """Why a decode step had no draft although its request wanted one.
+
+    The values are those in answers and metrics.
+    """
 
     NO_DRAFTER = "no_drafter"  # none that the request may use is attached
     BATCH_LIMIT = "batch_limit"  # the batch is above --speculative-max-batch-size

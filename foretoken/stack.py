@@ -38,7 +38,8 @@ RAY_GRACE_S = VERIFIER_GRACE_S + DRAFTER_GRACE_S + 4.0
 # for this long.
 GATEWAY_MAX_STALL_S = 30.0
 SLOW_NOTICE = "; the first start on a machine compiles kernels, which may take some minutes"
-# The environment variables from which clients read their key, and the file of roots that they trust.
+# The environment variables from which clients read their key, and the
+# file of roots that they trust.
 KEY_VARIABLE = "FORETOKEN_API_KEY"
 CA_VARIABLE = "SSL_CERT_FILE"
 STOP_NOTICE = "stopping after running streams have finished"
@@ -144,7 +145,9 @@ def check_port_free(host: str, port: int, flag: str, variable: str) -> None:
 
 
 def _pip(program: str) -> str:
-    """Return pip as it is to be typed for the Python of ``program``, foretoken as the user typed it."""
+    """Return pip as it is to be typed for the Python of
+    ``program``, foretoken as the user typed it.
+    """
     folder, _, name = program.rpartition("/")
     return f"{folder}/pip" if folder and name == "foretoken" else "pip"
 

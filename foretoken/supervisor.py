@@ -209,9 +209,9 @@ class Supervisor:
     ) -> None:
         """``on_ready`` is called once; ``announce`` gets a line for each event.
 
-        ``stop_notice`` is announced at a stop signal, with ``stop_again_notice`` behind it at SIGINT,
-        which a user sends; ``slow_notice`` follows the names of services that a long start waits
-        for. OSErrors of both functions are ignored: services outlive the
+        ``stop_notice`` is announced at a stop signal, with ``stop_again_notice`` behind it
+        at SIGINT, which a user sends; ``slow_notice`` follows the names of services that a
+        long start waits for. OSErrors of both functions are ignored: services outlive the
         terminal or pipe that reads the lines.
         """
         self._stop_notice, self._slow_notice = stop_notice, slow_notice
@@ -310,7 +310,8 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             # A new session: a signal to our process group reaches only us, and we stop in order.
             start_new_session=True,
-            # Until the child has its handler, a SIGHUP must not end it; it reads the files after that.
+            # Until the child has its handler, a SIGHUP must not end it;
+            # it reads the files after that.
             preexec_fn=die_with(os.getpid(), ignored=signal.SIGHUP if reloads else None),
         )
         child = _Child(process, asyncio.get_running_loop().create_future())

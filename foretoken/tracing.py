@@ -4,8 +4,8 @@ W3C trace context is passed on as strings, unchanged. Without an endpoint there 
 OpenTelemetry's tracing is not imported. Attributes are named by OpenTelemetry's GenAI conventions,
 which are still in development, so the names appear only in this module.
 
-A collector that is slow, refuses spans or is not there costs spans and one line in the log. Requests
-never wait for it: spans wait in a bounded queue, and a thread sends them.
+A collector that is slow, refuses spans or is not there costs spans and one line in the log.
+Requests never wait for it: spans wait in a bounded queue, and a thread sends them.
 """
 
 from __future__ import annotations
@@ -119,7 +119,10 @@ class Span:
         return self._tracer.record(name, self.context, began_ns, ended_ns, attributes, error)
 
     def end(self, attributes: Attributes, error: str | None = None, ended_ns: int | None = None) -> None:
-        """End the span, now or at ``ended_ns``; ``error`` is the kind of failure, None after success."""
+        """End the span, now or at ``ended_ns``.
+
+        ``error`` is the kind of failure, None after success.
+        """
         if self._span.is_recording():
             self._span.set_attributes(dict(attributes))
             if error is not None:

@@ -70,8 +70,9 @@ def _add_middleware(app: FastAPI, core: GatewayCore) -> None:
     app.add_middleware(AccessMiddleware, policy=core.policy, reject=reject)
     app.add_middleware(HeadMiddleware)
     if settings.allowed_origins:
-        # Without it, browsers hide the answers from pages. It comes before the check of keys, because a
-        # browser's preflight has none, and a page must be able to read that its key is wrong.
+        # Without it, browsers hide the answers from pages. It comes before the
+        # check of keys, because a browser's preflight has none, and a page must be
+        # able to read that its key is wrong.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
@@ -103,8 +104,8 @@ def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
         """Return the state of verifiers and drafters; 200 if ready, else 503.
 
         Ready means that requests are taken and that, since the start, each drafter of the settings
-        has attached or was waited for in vain. Requests are taken during that wait. A caller without
-        the key that this server needs gets the status alone.
+        has attached or was waited for in vain. Requests are taken during that wait. A caller
+        without the key that this server needs gets the status alone.
         """
         infos = await core.verifiers.fetch_infos()
         is_ready = core.is_ready and any(infos.values())

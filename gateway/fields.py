@@ -35,7 +35,7 @@ class Fields(BaseModel):
 
 
 class ClosedFields(Fields):
-    """Base of objects in which a misspelt field would change what the client gets: it is refused."""
+    """Base of objects that refuse unknown fields, as a misspelt one would change the answer."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -44,7 +44,7 @@ FieldsT = TypeVar("FieldsT", bound=Fields)
 
 
 class ShapeFields(ClosedFields):
-    """The exact shape of draft trees, within the bounds that the server's flags of these names set."""
+    """The exact shape of draft trees, within the bounds of the server's flags of these names."""
 
     num_steps: int = Field(description="Levels of a draft model's trees.")
     topk: int = Field(description="Most children of one node in a draft model's trees.")
@@ -200,7 +200,7 @@ def one_or_many_strings(field: str, value: object, most: int) -> tuple[str, ...]
 
 
 def is_id_list(value: object) -> bool:
-    """Whether ``value`` is a non-empty list of integers."""
+    """Return whether ``value`` is a non-empty list of integers."""
     return isinstance(value, list) and set(map(type, value)) == {int}
 
 

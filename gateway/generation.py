@@ -236,7 +236,9 @@ class Output:
         self._on_change(self)
 
     def _name_drafters(self, delta: Delta, sources: Iterable[int], tree: VerifiedTree | None) -> None:
-        """Name the sources of what has just come: another verifier may number its drafters differently."""
+        """Name the sources of what has just come: another
+        verifier may number its drafters differently.
+        """
         assert self.sequence is not None
         delta.drafters += map(self.sequence.drafter_name, sources)
         if tree is not None:
@@ -344,7 +346,7 @@ class News:
             self._wake.set()
 
     def _has_ends(self) -> bool:
-        """Whether an output with news has ended or failed: then the task has more to do."""
+        """Return whether an output with news has ended or failed: then the task has more to do."""
         return any(output.finished is not None or output.error is not None for output in self._changed.values())
 
 
@@ -418,7 +420,7 @@ class Generation:
 
     @property
     def verifiers(self) -> list[str]:
-        """Addresses of the verifiers that its outputs ran on, in the order of outputs and attempts."""
+        """The addresses of its outputs' verifiers, in the order of outputs and attempts."""
         sequences = [output.sequence for output in self.outputs if output.sequence is not None]
         return list(dict.fromkeys(address for sequence in sequences for address in sequence.verifiers))
 

@@ -1,6 +1,7 @@
 """Answer HEAD as GET, where no key is needed: uptime monitors send it.
 
-FastAPI's routes know only the methods that they name, and HEAD for each would double the OpenAPI document.
+FastAPI's routes know only the methods that they name, and HEAD for each
+would double the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ def answers_head(path: str) -> bool:
 
 
 class HeadMiddleware:
-    """Runs a HEAD request as GET. The server, which knows what the client sent, leaves the body out."""
+    """Runs a HEAD request as GET.
+
+    The server, which knows what the client sent, leaves the body out.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

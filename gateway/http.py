@@ -190,7 +190,10 @@ def trace_context(request: Request) -> TraceContext | None:
 
 @functools.cache
 def body_schema(kind: type[Fields]) -> dict[str, Any]:
-    """Return ``openapi_extra`` for a route that reads its body itself; FastAPI does not change it."""
+    """Return ``openapi_extra`` for a route that reads its body itself.
+
+    FastAPI does not change it.
+    """
     schema = kind.model_json_schema(ref_template=COMPONENTS + "{model}")
     schema.pop("$defs", None)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

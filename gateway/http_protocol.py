@@ -137,7 +137,10 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def close_after_body(self) -> None:
-        """Close the connection; if the client still sends its body, end only our side before that."""
+        """Close the connection.
+
+        If the client still sends its body, end only our side before that.
+        """
         if not self._in_body or self.transport.is_closing():
             self.transport.close()
             return

@@ -38,8 +38,8 @@ class GatewayMetrics:
         """``num_requests``: requests in the gateway; ``num_waiting``: sequences without a verifier;
         ``num_routed``: decisions about a verifier by their reason.
 
-        ``vllm_names``: show all of vLLM's metrics under vLLM's names, too; without it only those that
-        `vllm bench serve` and endpoint pickers read.
+        ``vllm_names``: show all of vLLM's metrics under vLLM's names, too; without it only those
+        that `vllm bench serve` and endpoint pickers read.
         """
         self._vllm_names = vllm_names
         self._verifier = VerifierMetrics(model_name)

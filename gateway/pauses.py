@@ -41,7 +41,10 @@ class Pauses:
             self.all.append(self._open)
 
     def submitted(self, verifier: str) -> None:
-        """Note the verifier that takes the sequence. A wait ends; a resume goes on until there are tokens."""
+        """Note the verifier that takes the sequence.
+
+        A wait ends; a resume goes on until there are tokens.
+        """
         if self._open is not None:
             self._open.verifier = verifier
             if self._open.name == WAIT:

@@ -13,7 +13,10 @@ logger = logging.getLogger(__name__)
 
 @contextlib.asynccontextmanager
 async def serve(path: Path, answer_to: Callable[[bytes], Awaitable[bytes]]) -> AsyncIterator[None]:
-    """Answer each connection to ``path`` within the block; ``answer_to`` gets the request's line."""
+    """Answer each connection to ``path`` within the block.
+
+    ``answer_to`` gets the request's line.
+    """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

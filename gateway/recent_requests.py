@@ -1,4 +1,6 @@
-"""Remember the figures of requests that ended lately, for the operator: no text, and of a key only its name."""
+"""Remember the figures of requests that ended lately, for the
+operator: no text, and of a key only its name.
+"""
 
 from __future__ import annotations
 

@@ -13,14 +13,16 @@ from gateway.http import error_object
 
 EVENT, EVENT_END = b"data: ", b"\n\n"
 DONE = b"data: [DONE]\n\n"
-# Characters at which some clients end a line, though events end theirs with newlines alone: U+0085, U+2028, U+2029.
+# Characters at which some clients end a line, though events end theirs with newlines
+# alone: U+0085, U+2028, U+2029.
 _OTHER_LINE_ENDS = {b"\xc2\x85": b"\\u0085", b"\xe2\x80\xa8": b"\\u2028", b"\xe2\x80\xa9": b"\\u2029"}
 
 
 class ReplyFormat(ABC):
     """Writes the answer to one request in an API's shape."""
 
-    # Sent while a generation waits for a verifier: it keeps connections open, and clients ignore it.
+    # Sent while a generation waits for a verifier: it keeps connections
+    # open, and clients ignore it.
     keep_alive: bytes = b": waiting for a verifier\n\n"
 
     # The header with the client's name for the request, or else ours.
@@ -48,7 +50,9 @@ class ReplyFormat(ABC):
 
 
 def for_any_reader(events: bytes) -> bytes:
-    """Return events in whose JSON every character is escaped that some clients take for the end of a line."""
+    """Return events in whose JSON every character is escaped that
+    some clients take for the end of a line.
+    """
     for character, escaped in _OTHER_LINE_ENDS.items():
         events = events.replace(character, escaped)
     return events

@@ -49,7 +49,10 @@ def end_span(span: Span, generation: Generation, failure: str | None) -> None:
 
 
 def _record_pauses(span: Span, output: Output, ended_ns: int, failure: str | None) -> None:
-    """Record when an output had no verifier. A pause that goes on at ``ended_ns`` ended with ``failure``."""
+    """Record when an output had no verifier.
+
+    A pause that goes on at ``ended_ns`` ended with ``failure``.
+    """
     for pause in output.sequence.pauses.all if output.sequence is not None else ():
         attributes: dict[str, tracing.Value] = {
             "foretoken.choice_index": output.spec.choice_index,

@@ -99,7 +99,10 @@ class ResumableSequence:
         )
 
     def drafter_name(self, source: int) -> str | None:
-        """Return the name of a drafter by its number in the tokens that come now; None for the target."""
+        """Return the name of a drafter by its number in the tokens that come now.
+
+        It is None for the target.
+        """
         assert self._client is not None
         return self._client.info.drafter_name(source)
 

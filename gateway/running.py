@@ -26,7 +26,10 @@ class RunningRequests:
             del self._running[generation.request.id]
 
     def abort(self, name: str | None, tenant: str) -> int:
-        """Abort a tenant's requests with this id or client's name, or all for None; return how many."""
+        """Abort a tenant's requests with this id or client's name, or all for None.
+
+        Return how many.
+        """
         found = [
             generation
             for request_id, (generation, client_id, owner) in self._running.items()

@@ -39,7 +39,10 @@ class SamplingDefaults:
 
     @classmethod
     def of_checkpoint(cls, folder: Path) -> SamplingDefaults:
-        """Read a checkpoint's file, if there is one. Raises CheckpointError for an unusable file."""
+        """Read a checkpoint's file, if there is one.
+
+        Raises CheckpointError for an unusable file.
+        """
         path = folder / FILE
         config = read_object(path) or {}
         values: dict[str, Any] = {}

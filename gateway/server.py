@@ -58,7 +58,8 @@ async def serve(settings: GatewaySettings) -> None:
     """Serve as ``run`` does, in the running event loop."""
     with rpc.stop_signals() as stop, _hangups(settings) as hangup:
         async with Gateway(settings) as gateway, _background(gateway.reload_after(hangup)):
-            # Freeze what stays: a full collection would scan it, and hold up every stream meanwhile.
+            # Freeze what stays: a full collection would scan it, and
+            # hold up every stream meanwhile.
             gc.collect()
             gc.freeze()
             await gateway.until(stop)
@@ -164,7 +165,10 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _counting_with_others(self, path: Path) -> AsyncIterator[None]:
-        """Serve this worker's counts at ``path``, and show the sum of all workers; abort in all of them."""
+        """Serve this worker's counts at ``path``, and show the sum of all workers.
+
+        Abort in all of them.
+        """
         metrics = self.core.metrics
         metrics.gather = functools.partial(totals_of_all_workers, path.parent)
 

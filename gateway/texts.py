@@ -142,7 +142,10 @@ class Texts:
 
 
 def cut_prompt(prompt: Prompt, keep_last: int | None) -> Prompt:
-    """Return the prompt's last ``keep_last`` tokens; None: all. The text of a cut prompt is unknown."""
+    """Return the prompt's last ``keep_last`` tokens; None: all.
+
+    The text of a cut prompt is unknown.
+    """
     if keep_last is None or len(prompt.ids) <= keep_last:
         return prompt
     return Prompt(prompt.ids[-keep_last:])

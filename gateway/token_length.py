@@ -67,7 +67,7 @@ def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
 
 
 def _keeps_text(pre_tokenizer: Mapping[str, Any] | None) -> bool:
-    """Whether all characters reach the model."""
+    """Return whether all characters reach the model."""
     if pre_tokenizer is None:
         return True
     kind = pre_tokenizer["type"]
@@ -79,7 +79,7 @@ def _keeps_text(pre_tokenizer: Mapping[str, Any] | None) -> bool:
 
 
 def _knows_all_text(tokenizer: Mapping[str, Any]) -> bool:
-    """Whether the model has a token for every text, so that it drops and merges nothing."""
+    """Return whether the model has a token for every text, so that it drops and merges nothing."""
     model = tokenizer["model"]
     if model["type"] not in ("BPE", "Unigram"):
         return False
@@ -90,7 +90,7 @@ def _knows_all_text(tokenizer: Mapping[str, Any]) -> bool:
 
 
 def _is_byte_level(tokenizer: Mapping[str, Any]) -> bool:
-    """Whether the model sees bytes, written as characters."""
+    """Return whether the model sees bytes, written as characters."""
     parts: list[Mapping[str, Any] | None] = [tokenizer["normalizer"], tokenizer["pre_tokenizer"]]
     for part in parts:
         if part is not None:

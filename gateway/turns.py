@@ -9,8 +9,9 @@ from collections import deque
 class LoopTurns:
     """Lets one task go on in each turn of the event loop, first come first served.
 
-    A request costs the loop more than a millisecond. Without turns, the loop begins all requests of a burst
-    before it looks at the verifiers' connections again: 64 of them kept a stream waiting for 52 ms, now 20.
+    A request costs the loop more than a millisecond. Without turns, the loop begins all
+    requests of a burst before it looks at the verifiers' connections again: 64 of them kept a
+    stream waiting for 52 ms, now 20.
     """
 
     def __init__(self) -> None:

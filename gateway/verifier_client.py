@@ -62,7 +62,8 @@ class VerifierClient:
         self.reason = "the verifier has not been reached yet"
         # The model's, in the last session; empty before the first.
         self.fingerprint = ""
-        # Whether the verifier, which takes submissions, waits for drafters to attach after its start.
+        # Whether the verifier, which takes submissions, waits for
+        # drafters to attach after its start.
         self.awaits_drafters = False
         # Whether its streams end here and nothing else starts: it is no longer wanted.
         self.is_leaving = False
@@ -292,7 +293,7 @@ async def _unreached(address: str, status: grpc.StatusCode, *, had_session: bool
 
 
 def _is_cancelled() -> bool:
-    """Whether the running task is cancelled, and not only the call that it awaits."""
+    """Return whether the running task is cancelled, and not only the call that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -49,7 +49,7 @@ class VerifierSet:
 
     @property
     def clients(self) -> list[VerifierClient]:
-        """Those that the source names, and those that still have streams, in the order they came."""
+        """Those that the source names or that still have streams, in the order they came."""
         return list(self._numbers)
 
     @property

@@ -34,7 +34,10 @@ def serve_activity(path: Path, activity: Callable[[], Activity]) -> contextlib.A
 
 
 async def activity_of_all_workers(folder: Path, num_workers: int) -> list[Activity]:
-    """Return the activity of each worker that answers; one that starts anew has forgotten its requests."""
+    """Return the activity of each worker that answers.
+
+    One that starts anew has forgotten its requests.
+    """
     answers = await asyncio.gather(*(_activity_of(activity_socket(folder, number)) for number in range(num_workers)))
     return [answer for answer in answers if answer is not None]
 

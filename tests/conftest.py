@@ -49,8 +49,8 @@ STDERR = pytest.StashKey[int]()
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the stderr that pytest was started with: captured text is lost when the process ends.
 
-    Programs that tests start must hear Ctrl-C: a shell's background job ignores it, and hands that on.
-    Until all tests are collected, there is no garbage worth a search.
+    Programs that tests start must hear Ctrl-C: a shell's background job ignores it, and hands that
+    on. Until all tests are collected, there is no garbage worth a search.
     """
     gc.disable()
     config.stash[STDERR] = os.dup(2)

@@ -29,8 +29,8 @@ class Target(NamedTuple):
 
     Attributes:
         shared_weights: weights that drafter processes can map. None: they read their own copies.
-        overlap_runs: overlapped steps. None on a CPU, with FlashInfer for every pass, or if switched
-            off.
+        overlap_runs: overlapped steps. None on a CPU, with FlashInfer for every pass, or if
+            switched off.
     """
 
     runner: LoadedTarget

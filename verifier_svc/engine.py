@@ -55,7 +55,8 @@ class Engine:
         """
         Args:
             walker: samples and walks on the runner's device. None: on the CPU.
-            overlap_runs: runs overlapped steps. None: a step starts only after the last one was read.
+            overlap_runs: runs overlapped steps. None: a step starts only after the last one was
+                read.
             model_name: the target's name in error messages.
         """
         self.scheduler = scheduler
@@ -105,7 +106,9 @@ class Engine:
 
     @property
     def is_prepared(self) -> bool:
-        """Return whether the first requests meet the graphs that they need, as far as there was time."""
+        """Return whether the first requests meet the graphs
+        that they need, as far as there was time.
+        """
         return self._is_prepared or time.monotonic() > self._prepares_until
 
     def start(self) -> None:
@@ -190,7 +193,10 @@ class Engine:
         self.lifecycle.end_overdue(now)
 
     def _run_overlapped(self) -> bool:
-        """Run overlapped steps as long as possible; count why none could run. Return whether any ran."""
+        """Run overlapped steps as long as possible; count why none could run.
+
+        Return whether any ran.
+        """
         if self._overlap_runs is None or not self.scheduler.has_work:
             return False
         blocked = self._overlap_runs.run(self.scheduler, self.speculator, self.lifecycle, self)

@@ -25,7 +25,7 @@ class StepTimes:
         self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + time.perf_counter() - began
 
     def elapsed_s(self) -> float:
-        """Seconds since the step began."""
+        """Return the seconds since the step began."""
         return time.perf_counter() - self._began
 
 

@@ -54,7 +54,10 @@ class Inbox:
             self._changed.notify()
 
     def wait(self, is_due: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Wait until there is a message or ``is_due`` returns true; return whether it is so in time."""
+        """Wait until there is a message or ``is_due`` returns true.
+
+        Return whether it is so in time.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._messages) or is_due(), timeout_s)
 

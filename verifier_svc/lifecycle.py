@@ -174,16 +174,16 @@ class Lifecycle:
         offset = sequence.num_output_tokens
         sequence.tokens.extend(tokens)
         self.advance(sequence, num_computed + len(result.accepted_nodes))
-        is_first = sequence.first_token_at is None
+        is_first = sequence.times.first_token_at is None
         if is_first:
-            sequence.first_token_at = time.monotonic()
+            sequence.times.first_token_at = time.monotonic()
             self.counters.num_prompt_tokens += sequence.num_prompt_tokens
         self.counters.num_generated_tokens += len(tokens)
-        prompt_logprobs = () if sequence.prompt_logprobs_sent else tuple(sequence.prompt_logprobs)
+        prompt_logprobs = sequence.prompt_logprobs.unsent
         if tokens or prompt_logprobs:
             event = TokensEvent(
                 sequence.key,
-                sequence.attempt,
+                sequence.submission.attempt,
                 offset,
                 tuple(tokens),
                 tuple(result.sources),
@@ -192,7 +192,7 @@ class Lifecycle:
                 sequence.num_cached_tokens if is_first else None,
                 tree,
             )
-            sequence.prompt_logprobs_sent = True
+            sequence.prompt_logprobs.are_sent = True
             self.sessions.emit(event)
         if result.finish is not None:
             self._finish(sequence, result.finish, stop_token_id=result.stop_token_id)
@@ -207,7 +207,7 @@ class Lifecycle:
             self.counters.add_time(phase, seconds)
 
     def publish(self) -> None:
-        """Hand over the step's events: to the sessions, and the prefix cache's to their publisher."""
+        """Hand the step's events to the sessions, and the prefix cache's to their publisher."""
         self.sessions.publish()
         if self.blocks.events is not None:
             self.blocks.events.publish()
@@ -222,23 +222,21 @@ class Lifecycle:
         stop_token_id: int | None = None,
         kept_tokens: int | None = None,
     ) -> None:
-        now = time.monotonic()
-        started = sequence.started_at if sequence.started_at is not None else now
-        first_token = sequence.first_token_at if sequence.first_token_at is not None else now
+        queue_ms, prefill_ms, decode_ms = sequence.times.phases_ms(time.monotonic())
         names = tuple(drafter.name for drafter in self._speculator.drafters)
         self.sessions.emit(
             FinishedEvent(
                 key=sequence.key,
-                attempt=sequence.attempt,
+                attempt=sequence.submission.attempt,
                 reason=reason,
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 num_cached_tokens=sequence.num_cached_tokens or 0,
                 num_output_tokens=sequence.num_output_tokens,
                 speculation=sequence.stats(names, kept_tokens),
                 stop_token_id=stop_token_id,
-                queue_ms=(started - sequence.arrived_at) * 1e3,
-                prefill_ms=(first_token - started) * 1e3,
-                decode_ms=(now - first_token) * 1e3,
+                queue_ms=queue_ms,
+                prefill_ms=prefill_ms,
+                decode_ms=decode_ms,
                 slot=sequence.slot,
                 generation=sequence.generation,
             )
@@ -254,7 +252,7 @@ class Lifecycle:
             if sequence.table is not None:
                 # Its KV entries may be NaN: no other request may reuse them.
                 self.blocks.forget(sequence.table)
-        self.sessions.emit(ErrorEvent(sequence.key, sequence.attempt, error.code, message, error.field))
+        self.sessions.emit(ErrorEvent(sequence.key, sequence.submission.attempt, error.code, message, error.field))
         self._remove(sequence)
 
     def _remove(self, sequence: Sequence) -> None:

@@ -44,7 +44,8 @@ class OverlapRuns:
         # The step of each drafter's memory, by drafter number, and the deadlines of its drafts.
         # While attached, step numbers only grow.
         self._drafted: dict[int, tuple[ResidentStep, StepDeadlines]] = {}
-        # The captures that are left to do, by step and whether for long sequences, for buffers of this generation.
+        # The captures that are left to do, by step and whether for long sequences,
+        # for buffers of this generation.
         self._captures: dict[tuple[ResidentStep, bool], tuple[int, Iterator[None]]] = {}
 
     def run(

@@ -91,7 +91,7 @@ class TargetStep:
         if known > 0:
             following = sequence.tokens[first + 1 : first + 1 + known]
             rows = logits[first_row : first_row + known]
-            sequence.prompt_logprobs.extend(self._walker.logprobs(rows, following, wanted))
+            sequence.prompt_logprobs.entries.extend(self._walker.logprobs(rows, following, wanted))
         return first_row + part.num_tokens - 1
 
     def _keep_hidden_states(
@@ -142,11 +142,12 @@ class TargetStep:
         if part.draft is not None:
             shares = part.draft.shares(result.matched_nodes)
             self._speculator.outcomes.observe(part.sequence, part.draft, result.matched_nodes, shares)
-            if part.sequence.returns_trees:
+            if part.sequence.submission.returns_trees:
                 tree = part.draft.verified(result.accepted_nodes)
         self._lifecycle.commit_decode(part.sequence, result, shares, self._speculator.fallbacks.of_step, tree)
 
 
 def _has_broken_prompt_logprobs(sequence: Sequence) -> bool:
     """Return whether unsent prompt logprobs come from logits that are NaN or infinite."""
-    return sequence.wants_prompt_logprobs and any(math.isnan(entry.logprob) for entry in sequence.prompt_logprobs)
+    entries = sequence.prompt_logprobs.entries
+    return sequence.wants_prompt_logprobs and any(math.isnan(entry.logprob) for entry in entries)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.long_attention
 
-One layer of the Llama-3.1-8B shape in bfloat16, its blocks scattered over the cache. A graph has several layers with
-caches of their own, so that none is in the GPU's second-level cache.
+One layer of the Llama-3.1-8B shape in bfloat16, its blocks scattered over the cache. A graph has
+several layers with caches of their own, so that none is in the GPU's second-level cache.
 """
 
 from __future__ import annotations

@@ -60,7 +60,10 @@ class JudgedFigure:
 
 
 class Rows:
-    """The rows of one run by workload, arm and point; it notes each one that is asked for in vain."""
+    """The rows of one run by workload, arm and point.
+
+    It notes each one that is asked for in vain.
+    """
 
     def __init__(self, results: dict[str, dict[str, Any]]) -> None:
         """``results``: the content of each workload's file."""

@@ -27,7 +27,8 @@ class Samples:
 def sampled() -> Iterator[Samples]:
     """Sample the first GPU during the block; the samples are there at its end.
 
-    The block begins after nvidia-smi's first sample: requests sent while it started waited up to 80 ms longer.
+    The block begins after nvidia-smi's first sample: requests sent while it
+    started waited up to 80 ms longer.
     """
     samples = Samples()
     program = shutil.which("nvidia-smi")

@@ -50,7 +50,9 @@ def prompts(num_tokens: int) -> list[list[int]]:
 
 
 def median_us(router: Router, keys: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Return the median of decisions in microseconds: of new prompts, and of those with a system prompt."""
+    """Return the median of decisions in microseconds: of new
+    prompts, and of those with a system prompt.
+    """
     times = []
     for prompt in keys:
         began = time.perf_counter()

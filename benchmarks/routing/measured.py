@@ -2,15 +2,16 @@
 
     python -m benchmarks.routing.measured [--verifiers 2] [--requests 400] [--check]
 
-It starts a gateway and CPU verifiers with the demo model, without drafters, one thread each. A first
-trace teaches how much CPU time a step, a row and a prompt token take. A second one, with fresh servers,
-comes faster than it can be served, so that throughput is the verifiers' own, and is then simulated with
-these costs. Throughput counts until 80% of the requests are answered: after that some have no more work.
-The verifiers share the machine's cores with the gateway, with the client and with whatever else runs.
-How fast these cores are and how many are left is no matter of routing, so both are read from the second
-trace: the costs are scaled to its CPU time, and cores are counted while all verifiers have work. It
-prints hit rate, throughput and shares of prompt tokens, measured and simulated. With ``--check`` the
-exit status is 1 if hit rate or throughput is off by more than 10%.
+It starts a gateway and CPU verifiers with the demo model, without drafters, one thread each. A
+first trace teaches how much CPU time a step, a row and a prompt token take. A second one, with
+fresh servers, comes faster than it can be served, so that throughput is the verifiers' own, and
+is then simulated with these costs. Throughput counts until 80% of the requests are answered:
+after that some have no more work. The verifiers share the machine's cores with the gateway, with
+the client and with whatever else runs. How fast these cores are and how many are left is no
+matter of routing, so both are read from the second trace: the costs are scaled to its CPU time,
+and cores are counted while all verifiers have work. It prints hit rate, throughput and shares of
+prompt tokens, measured and simulated. With ``--check`` the exit status is 1 if hit rate or
+throughput is off by more than 10%.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ MIX = Mix(
 
 @dataclass(frozen=True, slots=True)
 class VerifierReading:
-    """A verifier's counters, the time and the CPU seconds when they were read, and its sequences then."""
+    """A verifier's counters, the time and the CPU seconds
+    when they were read, and its sequences then.
+    """
 
     read_s: float
     cpu_s: float
@@ -120,8 +123,8 @@ class Deployment:
     async def serve(self, requests: Sequence[Request]) -> list[tuple[float, int]]:
         """Send requests at their times.
 
-        Returns when each was answered, in seconds since the beginning, and its tokens, in the order of
-        the answers.
+        Returns when each was answered, in seconds since the beginning, and its
+        tokens, in the order of the answers.
         """
         limits = httpx.Limits(max_connections=None)
         began = time.monotonic()
@@ -200,10 +203,11 @@ async def watched(servers: Deployment) -> AsyncIterator[list[BusySample]]:
 
 
 async def learn_costs(servers: Deployment, requests: Sequence[Request]) -> Costs:
-    """Serve requests, and fit what a step, a row and a prompt token cost to the counters meanwhile."""
+    """Serve requests, and fit what a step, a row and a prompt token cost to the counters since."""
     async with watched(servers) as samples:
         await servers.serve(requests)
-    # Not only while all are busy: a few samples of full batches do not tell a step's cost from its rows'.
+    # Not only while all are busy: a few samples of full batches do not tell
+    # a step's cost from its rows'.
     return fitted([figures for sample in samples for figures in sample.figures])
 
 
@@ -241,7 +245,10 @@ def _work(samples: Sequence[VerifierReading]) -> npt.NDArray[np.float64]:
 
 
 def cores_used(samples: Sequence[BusySample]) -> float:
-    """Return how many cores the verifiers had together while all had sequences. Raises SystemExit if they never had."""
+    """Return how many cores the verifiers had together while all had sequences.
+
+    Raises SystemExit if they never had.
+    """
     busy = [sample.figures for sample in samples if sample.are_busy]
     if not busy:
         raise SystemExit("at no time did all verifiers have requests: give more --requests")
@@ -270,7 +277,9 @@ def made(count: int, seed: int) -> list[Request]:
 
 
 def throughput_of(answers: Sequence[tuple[float, int]]) -> float:
-    """Return the tokens a second until ``COUNTED`` of the answers, which come with their times and tokens."""
+    """Return the tokens a second until ``COUNTED`` of the
+    answers, which come with their times and tokens.
+    """
     counted = answers[: round(COUNTED * len(answers))]
     return sum(num_tokens for _, num_tokens in counted) / counted[-1][0]
 

@@ -12,7 +12,10 @@ from collections.abc import Sequence as Items
 
 
 class ModelledCache:
-    """``num_blocks`` KV blocks of one verifier. A block of a prompt is known by its id in the trace."""
+    """``num_blocks`` KV blocks of one verifier.
+
+    A block of a prompt is known by its id in the trace.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
@@ -63,7 +66,10 @@ class ModelledCache:
         self._computed.update(blocks)
 
     def release(self, blocks: Items[int], num_private: int, num_outputs: int) -> None:
-        """Free a sequence's blocks. ``num_outputs`` private ones are full: they stay in the cache a while."""
+        """Free a sequence's blocks.
+
+        ``num_outputs`` private ones are full: they stay in the cache a while.
+        """
         self._num_private -= num_private
         for _ in range(num_outputs):
             self._last_output_block -= 1

@@ -114,7 +114,10 @@ class ModelledFleet:
         self._run = Run()
 
     def replay(self, requests: Iterable[Request], death: Death | None = None, seed: int = 1) -> Run:
-        """Run a trace to the end of its last request. ``seed``: which gateway each request comes to."""
+        """Run a trace to the end of its last request.
+
+        ``seed``: which gateway each request comes to.
+        """
         random = np.random.default_rng(seed)
         happenings = []
         if death is not None:

@@ -1,4 +1,5 @@
-"""A verifier that exists in numbers only: its queue, its batch, its prefix cache, and what steps take.
+"""A verifier that exists in numbers only: its queue, its
+batch, its prefix cache, and what steps take.
 
 It decodes all running sequences in each step, and computes prompts in chunks beside them, oldest
 first, as ``verifier_svc/scheduling/scheduler.py`` does. Steps without prompts are counted together:
@@ -17,7 +18,9 @@ from benchmarks.routing.trace import Request
 
 @dataclass(frozen=True)
 class Costs:
-    """What a verifier can do. By default an 8B model on one H200, in numbers of ``docs/gpu-steps.md``.
+    """What a verifier can do.
+
+    By default an 8B model on one H200, in numbers of ``docs/gpu-steps.md``.
 
     Attributes:
         step_s: seconds of a step, besides what its rows and prompt tokens add.
@@ -222,7 +225,9 @@ class ModelledVerifier:
         self._plan = _EqualSteps(now, step_s, num_steps, chunks)
 
     def _prompt_tokens(self, decode_s: float) -> int:
-        """Return the most prompt tokens of a step, as ``verifier_svc/scheduling/prefill_budget.py``."""
+        """Return the most prompt tokens of a step, as
+        ``verifier_svc/scheduling/prefill_budget.py``.
+        """
         costs = self._costs
         if not self._decoding or not costs.token_s or math.isinf(costs.limit_s):
             return costs.chunk_tokens

@@ -5,11 +5,11 @@
         [--die 0.1 [--noticed 5]] [--step-ms 4.25] [--row-us 18.6] [--token-us 23] [--cache-tokens 400000]
         [--check]
 
-It prints the prefix hit rate beside that of one verifier with an unlimited cache, the imbalance (load
-of the busiest verifier over the mean), waiting and first-token times, and, with ``--die``, what
-the death of that share of the verifiers costs in the middle of the trace. With ``--check`` the exit
-status is 1 if a bar is missed: a hit rate within 10% of the unlimited cache's, an imbalance below
-1.25. ``benchmarks/routing/trace.py`` describes the files.
+It prints the prefix hit rate beside that of one verifier with an unlimited cache, the imbalance
+(load of the busiest verifier over the mean), waiting and first-token times, and, with ``--die``,
+what the death of that share of the verifiers costs in the middle of the trace. With ``--check`` the
+exit status is 1 if a bar is missed: a hit rate within 10% of the unlimited cache's, an imbalance
+below 1.25. ``benchmarks/routing/trace.py`` describes the files.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ request a line, in the order of time:
 
     {"timestamp": 1250, "input_length": 1100, "output_length": 96, "hash_ids": [3, 4, 5, 260, 261]}
 
-``timestamp`` is in milliseconds. ``hash_ids`` name the prompt's blocks: two prompts begin alike as
-far as their ids do. A block has 512 tokens in Mooncake's files and 64 in those made here; the last
-one may be shorter. Outputs have no ids, so what a conversation's next turn repeats of a reply counts
-as new text.
+``timestamp`` is in milliseconds. ``hash_ids`` name the prompt's blocks: two prompts begin
+alike as far as their ids do. A block has 512 tokens in Mooncake's files and 64 in those made
+here; the last one may be shorter. Outputs have no ids, so what a conversation's next turn
+repeats of a reply counts as new text.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def token_ids(request: Request, block_tokens: int, vocab_size: int = VOCAB_SIZE)
 
 
 def infinite_hit_rate(requests: Iterable[Request], block_tokens: int) -> float:
-    """Return the share of prompt tokens that one verifier would find in an unlimited prefix cache."""
+    """Return the share of prompt tokens that one verifier's unlimited prefix cache would hold."""
     seen: set[int] = set()
     num_tokens = num_hits = 0
     for request in requests:
@@ -132,7 +132,7 @@ class _Names:
 
 
 def make(mix: Mix) -> list[Request]:
-    """Return a made-up trace: conversations, half of them behind shared system prompts by default."""
+    """Return a made-up trace: conversations, by default half of them with shared system prompts."""
     random = np.random.default_rng(mix.seed)
     names = _Names()
     systems = [

@@ -43,7 +43,10 @@ class Block:
 
 
 def blocks(text: str) -> list[Block]:
-    """Return a page's blocks. Raises ValueError if a fence is not ``LANGUAGE`` or ``LANGUAGE needs=A,B``."""
+    """Return a page's blocks.
+
+    Raises ValueError if a fence is not ``LANGUAGE`` or ``LANGUAGE needs=A,B``.
+    """
     return [_block(found, 1 + text.count("\n", 0, found.start())) for found in FENCE.finditer(text)]
 
 

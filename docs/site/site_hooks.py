@@ -1,4 +1,5 @@
-"""Hooks of MkDocs: pages and files from outside of docs/, links that suit the site, the REST API's page, llms.txt.
+"""Hooks of MkDocs: pages and files from outside of docs/, links that suit
+the site, the REST API's page, llms.txt.
 
 The pages are written for the repository: their links lead to files. Here each link to a page of the
 site stays one, and any other file that a page links becomes a page of its own. For language models
@@ -60,7 +61,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     page.meta["search"] = search_options(here)
     if not (ROOT / path).exists():
         return markdown
-    # The first page is alone in its section; wide tables want the room of an empty table of contents.
+    # The first page is alone in its section; wide tables want the room
+    # of an empty table of contents.
     empty = {"navigation": here == "index.md", "toc": "\n## " not in markdown}
     page.meta["hide"] = [part for part, is_empty in empty.items() if is_empty]
     return titled(suited(path, markdown))
@@ -136,7 +138,10 @@ def _rest(config: MkDocsConfig) -> dict[str, str]:
 
 
 async def _document() -> dict[str, Any]:
-    """Return the OpenAPI document of a gateway of the demo model with all calls. It needs no verifier."""
+    """Return the OpenAPI document of a gateway of the demo model with all calls.
+
+    It needs no verifier.
+    """
     from gateway.app import create_app
     from gateway.assembly import assembled
     from gateway.config import GatewaySettings

@@ -18,14 +18,16 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "benchmarks/gpu/README.md": "gpu-benchmarks.md",
+    "benchmarks/gpu/servers.md": "gpu-server-benchmarks.md",
     "kernels/README.md": "kernels.md",
     "models/demo/README.md": "demo-model.md",
 }
 # Where other files are that a page links.
 SOURCE = "source/"
-# Pages that tell why and when; a search shows those first that say how. The share of their score that they keep is so
-# small because a word of a title counts a thousand times as much as one of a text.
-HISTORY = ("decisions/", "changelog.md")
+# Pages that tell why and when; a search shows those first that say how. The share of
+# their score that they keep is so small because a word of a title counts a thousand
+# times as much as one of a text.
+HISTORY = ("decisions/", "changelog")
 HISTORY_BOOST = 0.001
 LINK = re.compile(r"\[(?P<words>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 TITLE = re.compile(r"^# (.+)", re.MULTILINE)
@@ -51,7 +53,9 @@ def site_uri(path: str) -> str:
 
 
 def search_options(uri: str) -> dict[str, bool | float]:
-    """Return what Material's search is to do with a page of the site, as its front matter would say."""
+    """Return what Material's search is to do with a page of
+    the site, as its front matter would say.
+    """
     if uri.startswith(SOURCE):
         # Files of the repository are not what a search is for.
         return {"exclude": True}
@@ -59,14 +63,20 @@ def search_options(uri: str) -> dict[str, bool | float]:
 
 
 def linked(page: str, text: str) -> Iterator[str]:
-    """Yield the files and folders of the repository that a page links. Raises ValueError if one is not there."""
+    """Yield the files and folders of the repository that a page links.
+
+    Raises ValueError if one is not there.
+    """
     for _, target in LINK.findall(CODE.sub("", FENCE.sub("", text))):
         if (found := _target(page, target)) is not None:
             yield found[0]
 
 
 def suited(page: str, text: str) -> str:
-    """Return a page's text with its links as the site's page needs them. Raises ValueError as ``linked`` does."""
+    """Return a page's text with its links as the site's page needs them.
+
+    Raises ValueError as ``linked`` does.
+    """
     here = site_uri(page)
     # "[a][b]" is text, as in a flag's values; a plugin would look for a heading called b.
     return _outside_code(
@@ -75,7 +85,9 @@ def suited(page: str, text: str) -> str:
 
 
 def _target(page: str, target: str) -> tuple[str, str] | None:
-    """Return the file that a link of a page leads to, and its anchor; None: it is no file of the repository.
+    """Return the file that a link of a page leads to, and its anchor.
+
+    None means that it is no file of the repository.
 
     Raises ValueError if there is no such file.
     """
@@ -89,7 +101,10 @@ def _target(page: str, target: str) -> tuple[str, str] | None:
 
 
 def _link(page: str, here: str, link: re.Match[str]) -> str:
-    """Return a link of a page as the site's page needs it. Readers of the site know titles, not files."""
+    """Return a link of a page as the site's page needs it.
+
+    Readers of the site know titles, not files.
+    """
     found = _target(page, link["target"])
     if found is None:
         return link[0]

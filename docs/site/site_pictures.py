@@ -1,7 +1,7 @@
 """Draw the pictures of docs/steps.md: ``make docs``, or ``python docs/site/site_pictures.py``.
 
-``--record URL`` first asks a server of the demo model for a step's draft tree and keeps it beside the
-pictures, as draft-tree.json.
+``--record URL`` first asks a server of the demo model for a step's draft tree and keeps it beside
+the pictures, as draft-tree.json.
 """
 
 from __future__ import annotations
@@ -318,7 +318,9 @@ def recorded(url: str) -> dict[str, Any]:
 
 
 def _interest(tree: dict[str, Any]) -> tuple[bool, int, int]:
-    """Prefer trees of which a part was accepted, then those with more different tokens and branches."""
+    """Prefer trees of which a part was accepted, then those
+    with more different tokens and branches.
+    """
     parents: Iterable[int] = tree["parents"]
     branches = len(tree["parents"]) - len(set(parents))
     return len(tree["accepted"]) in (3, 4), len(set(tree["token_texts"])), branches

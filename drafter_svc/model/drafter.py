@@ -35,11 +35,11 @@ class ModelDrafter:
 
     @property
     def is_prepared(self) -> bool:
-        """As DraftsOverlapped says."""
+        """Prepare as DraftsOverlapped says."""
         return self._passes is None or self._passes.is_prepared
 
     def prepare(self) -> bool:
-        """As DraftsOverlapped says."""
+        """Prepare as DraftsOverlapped says."""
         return self._passes is not None and self._passes.prepare()
 
     def release(self, slots: Sequence[int]) -> None:

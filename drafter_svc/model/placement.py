@@ -73,7 +73,7 @@ class ModelPlacement(NamedTuple):
 
     @property
     def entry_rows(self) -> int:
-        """``entry_rows`` of DraftPasses."""
+        """Return ``entry_rows`` of DraftPasses."""
         return GPU_ENTRY_ROWS if self.is_gpu else ENTRY_ROWS
 
     def compile_kernels(self) -> None:

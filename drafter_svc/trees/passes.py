@@ -167,11 +167,11 @@ class DraftPasses:
 
     @property
     def is_prepared(self) -> bool:
-        """As DraftsOverlapped says."""
+        """Prepare as DraftsOverlapped says."""
         return self._overlapped is None or self._overlapped.is_prepared
 
     def prepare(self) -> bool:
-        """As DraftsOverlapped says."""
+        """Prepare as DraftsOverlapped says."""
         return self._overlapped is not None and self._overlapped.prepare()
 
     def release(self, slots: Sequence[int]) -> None:

@@ -246,8 +246,8 @@ class DraftRows:
         Return False, and append nothing, if they are invalid.
 
         ``is_written``: their KV entries were written too, into claimed blocks, at the end of the
-        valid range. A block that another sequence has claimed meanwhile stays with it: this sequence has
-        ended, and its tokens are read late.
+        valid range. A block that another sequence has claimed meanwhile stays with it: this
+        sequence has ended, and its tokens are read late.
         """
         start, target = sequence.length, self._target
         length = start + len(tokens)

@@ -66,7 +66,10 @@ class Address:
         return f"{'https' if self.is_encrypted else 'http'}://{bracketed(self.host)}:{self.port}{self.prefix}"
 
     def refusal(self, status: int, body: bytes) -> str:
-        """Return one line about an answer with an error status; where a key is missing, what to set."""
+        """Return one line about an answer with an error status.
+
+        Where a key is missing, it says what to set.
+        """
         if not self.key_from or status not in (401, 403):
             return f"status {status}: {error_text(body)}"
         if self.key:
@@ -156,7 +159,10 @@ class RecordedExchange(asyncio.Protocol):
 
 
 def _length(raw: bytearray) -> int | None:
-    """Return the length of a response with its head; 0 if the head gives none, None before its end."""
+    """Return the length of a response with its head.
+
+    It is 0 if the head gives none, and None before the head's end.
+    """
     at = raw.find(b"\r\n\r\n")
     if at < 0:
         return None
@@ -177,7 +183,10 @@ class Connector:
 
     @contextlib.asynccontextmanager
     async def connected(self, on_arrival: Callable[[], None] = lambda: None) -> AsyncIterator[RecordedExchange]:
-        """Open a connection and yield its RecordedExchange. Raises StreamError if the server does not answer."""
+        """Open a connection and yield its RecordedExchange.
+
+        Raises StreamError if the server does not answer.
+        """
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -207,7 +216,7 @@ def complete(
     timeout_s: float = 120.0,
     on_arrival: OnArrival = lambda recordings: None,
 ) -> list[StreamedCompletion]:
-    """POST all bodies to /v1/completions at once, each on its own connection, and read all streams.
+    """Post all bodies to /v1/completions at once, each on its own connection, and read all streams.
 
     Raises:
         StreamError: a response is not a complete stream of one completion, or nothing came on a

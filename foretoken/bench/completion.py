@@ -33,7 +33,9 @@ class HttpStatusError(StreamError):
 
 
 def error_text(body: bytes) -> str:
-    """Return the message of an error's body in one line: OpenAI's and FastAPI's forms, or the text itself."""
+    """Return the message of an error's body in one line: OpenAI's
+    and FastAPI's forms, or the text itself.
+    """
     text = body.decode(errors="replace")
     try:
         found = json.loads(text)
@@ -103,9 +105,9 @@ class StreamedCompletion:
 def read_completion(recording: Recording) -> StreamedCompletion:
     """Parse one recorded stream of /v1/completions or /v1/chat/completions.
 
-    An output of tokens without text has one chunk, the one that ends it. Raises HttpStatusError for an
-    error status, and StreamError if the stream is incomplete or has no usage: chunks do not say how
-    many tokens there are.
+    An output of tokens without text has one chunk, the one that ends it. Raises HttpStatusError for
+    an error status, and StreamError if the stream is incomplete or has no usage: chunks do not say
+    how many tokens there are.
     """
     status, pieces = take_apart(recording)
     if status != 200:

@@ -119,7 +119,8 @@ class Clients:
 
     def close(self) -> None:
         """End the processes, also in the middle of a run."""
-        # First the processes: one that is in the middle of a run would report that its pipe is gone.
+        # First the processes: one that is in the middle of a run would
+        # report that its pipe is gone.
         for process in self._processes:
             process.terminate()
             process.join()

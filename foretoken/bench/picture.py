@@ -63,7 +63,9 @@ class Picture:
 
 
 def nice_ticks(most: float) -> list[float]:
-    """Return round numbers from 0 up to at least ``most`` (0.0 counts as 1), about NUM_TICKS of them."""
+    """Return round numbers from 0 up to at least ``most``
+    (0.0 counts as 1), about NUM_TICKS of them.
+    """
     most = most or 1.0
     rough = most / NUM_TICKS
     size = 10.0 ** math.floor(math.log10(rough))

@@ -70,7 +70,9 @@ class LoadPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long random prompts and outputs are, in tokens: from ``ratio`` x the length to the length."""
+    """How long random prompts and outputs are, in tokens:
+    from ``ratio`` x the length to the length.
+    """
 
     input_len: int
     output_len: int
@@ -147,7 +149,8 @@ def read_prompts(layout: str, path: Path, count: CountTokens | None) -> list[Loa
 
     Args:
         layout: "file", "sharegpt" or "speed-bench".
-        count: counts the tokens of ShareGPT's replies, which become output lengths; None: they don't.
+        count: counts the tokens of ShareGPT's replies, which become
+            output lengths; None: they don't.
 
     Raises:
         ConfigError: the file cannot be read, or holds no prompts of this layout.
@@ -187,7 +190,9 @@ def _rows(text: str, path: Path) -> list[Any]:
 
 
 def _from_file(row: Any, count: CountTokens | None) -> LoadPrompt:
-    """Read ``{"prompt": text}`` or ``{"messages": [...]}``, with ``output_len`` and ``category`` if given."""
+    """Read ``{"prompt": text}`` or ``{"messages": [...]}``, with
+    ``output_len`` and ``category`` if given.
+    """
     if isinstance(row, str):
         return LoadPrompt.of_text(row)
     output_len = row.get("output_len")

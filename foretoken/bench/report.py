@@ -70,7 +70,10 @@ def summaries(rows: Sequence[Row]) -> list[Row]:
 
 
 def ratios(rows: Sequence[Row], names: Sequence[str]) -> list[Ratio]:
-    """Return the ratios of two servers, ``names``, at each load; rounds without answers are left out."""
+    """Return the ratios of two servers, ``names``, at each load.
+
+    Rounds without answers are left out.
+    """
     if len(names) != 2:
         return []
     by_round = {(row["load"], row["round"], row["server"]): row for row in measured(rows)}
@@ -229,7 +232,8 @@ def _percentiles(title: str, name: str, unit: str, digits: int) -> list[tuple[st
 
 
 def _folded(titles: Sequence[str], columns: Sequence[Sequence[str]], width: int) -> str:
-    """Return Markdown tables of at most ``width`` characters, each with the titles and some columns.
+    """Return Markdown tables of at most ``width``
+    characters, each with the titles and some columns.
 
     A column that is wider than that has a table of its own.
     """

@@ -129,7 +129,9 @@ def _targets(settings: BenchSettings) -> list[BenchTarget]:
 
 
 def address_of(url: str, key: SecretStr | None, prefix: str) -> Address:
-    """Return a server's address; ``url`` may lack a scheme or end in /v1. Of several keys the first counts.
+    """Return a server's address; ``url`` may lack a scheme or end in /v1.
+
+    Of several keys the first counts.
 
     ``prefix`` is that of the fields which name the server.
     """

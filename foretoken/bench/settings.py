@@ -18,7 +18,7 @@ _BOUNDS = ("ttft", "tpot", "e2e")
 
 
 def _split(value: Any) -> tuple[str, ...]:
-    """Return the values of a repeated flag, each of which may be several with commas between them."""
+    """Return the values of a repeated flag; each may be several with commas between them."""
     items = (value,) if isinstance(value, str) else value
     return tuple(
         word.strip() for item in items for word in (item.split(",") if isinstance(item, str) else (str(item),))

@@ -46,7 +46,9 @@ class Speculation:
 
 
 def from_answers(answers: Sequence[CompletedRequest]) -> Speculation | None:
-    """Return the sum of the answers' own figures (``metrics.speculative_decoding``); None without any.
+    """Return the sum of the answers' own figures (``metrics.speculative_decoding``).
+
+    It is None if no answer has any.
 
     A step without a draft gives one token. vLLM does not count such steps.
     """
@@ -72,7 +74,10 @@ def from_answers(answers: Sequence[CompletedRequest]) -> Speculation | None:
 
 
 def from_counters(rises: Mapping[str, float]) -> Speculation | None:
-    """Return the figures of counters that rose during the load (/metrics); None if nothing was drafted."""
+    """Return the figures of counters that rose during the load (/metrics).
+
+    They are None if nothing was drafted.
+    """
     drafts = total(rises, "spec_decode_num_drafts")
     if not drafts:
         return None
@@ -88,7 +93,10 @@ def from_counters(rises: Mapping[str, float]) -> Speculation | None:
 
 
 def from_server_info(info: Mapping[str, Any]) -> Speculation | None:
-    """Return SGLang's mean of all steps since the server started (/server_info); None if it has none."""
+    """Return SGLang's mean of all steps since the server started (/server_info).
+
+    It is None if the server has none.
+    """
     states: Sequence[Mapping[str, Any]] = info.get("internal_states") or [{}]
     length = states[0].get("avg_spec_accept_length")
     if not isinstance(length, int | float) or not math.isfinite(length) or length <= 0:

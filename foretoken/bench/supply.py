@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from foretoken.bench.stream import UserStream
 
-# A client sends it when it needs more streams, and gets a list of them: an empty one if there are no more.
+# A client sends it when it needs more streams, and gets a list of them: an
+# empty one if there are no more.
 MORE = "more"
 
 

@@ -54,7 +54,9 @@ class SweepPoint:
         return max(1, math.ceil(load))
 
     def arrivals(self, seed: str) -> Iterator[float]:
-        """Yield when each request is due, in seconds: at once, or at random times (Poisson); without end."""
+        """Yield when each request is due, in seconds: at once,
+        or at random times (Poisson); without end.
+        """
         if not self.rate:
             yield from itertools.repeat(0.0)
         generator = random.Random(f"arrivals {self.name} {seed}")
@@ -120,7 +122,7 @@ class Sweep:
     def _streams(
         self, target: BenchTarget, point: SweepPoint, seed: str
     ) -> tuple[list[UserStream], Iterator[UserStream] | None]:
-        """Return the streams of a measurement, and what follows them if their number is not known."""
+        """Return a measurement's streams, and what follows them if their number is not known."""
         starts = itertools.takewhile(lambda at: at < self.duration_s, point.arrivals(seed))
         streams = (target.stream(prompt, at) for at, prompt in zip(starts, self.prompts(seed), strict=False))
         if self.num_prompts or math.isinf(self.duration_s):

@@ -78,7 +78,9 @@ class BenchTarget:
         return UserStream((self.body(prompt.text, prompt.output_len),), starts_after, prompt.group, COMPLETIONS)
 
     def trial(self, text: str) -> tuple[int, str, int]:
-        """Send a request for one token without a stream; return status, error text and its prompt's tokens.
+        """Send a request for one token without a stream.
+
+        Return status, error text and its prompt's tokens.
 
         Raises StreamError if nothing answers.
         """
@@ -113,7 +115,9 @@ def served_model(address: Address) -> str:
 
 
 def takes_ignore_eos(target: BenchTarget) -> bool:
-    """Return whether the server takes ``ignore_eos``; a server that knows it not may refuse the request.
+    """Return whether the server takes ``ignore_eos``.
+
+    A server that knows it not may refuse the request.
 
     Raises:
         StreamError: the server refuses the request for another reason.
@@ -127,7 +131,8 @@ def takes_ignore_eos(target: BenchTarget) -> bool:
 
 
 def text_maker(target: BenchTarget, count: CountTokens | None) -> MakeText:
-    """Return a maker of texts of a number of tokens: exact with ``count``, else by two trial requests.
+    """Return a maker of texts of a number of tokens: exact
+    with ``count``, else by two trial requests.
 
     Raises:
         StreamError: the server does not answer the trial requests.

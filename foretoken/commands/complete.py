@@ -80,7 +80,10 @@ class _Summary:
         self.speculation = metrics.get("speculative_decoding") or self.speculation
 
     def line(self) -> str:
-        """Return the summary. Speed is the server's figure, or (tokens - 1) / (time of last chunk - time of first)."""
+        """Return the summary.
+
+        Speed is the server's figure, or (tokens - 1) / (time of last chunk - time of first).
+        """
         parts = [f"{self.num_tokens} tokens"]
         speed = self._speed()
         if speed is not None:
@@ -98,7 +101,8 @@ class _Summary:
         # The tokens of a short text arrive together: their times do not show the server's speed.
         if self.num_tokens < LEAST_TIMED_TOKENS:
             return None
-        # A terminal that takes text slowly makes the chunks look closer together than they were sent.
+        # A terminal that takes text slowly makes the chunks look closer
+        # together than they were sent.
         if self.server_speed is not None:
             return self.server_speed
         if self.first_at is None or self.last_at <= self.first_at:

@@ -1,4 +1,7 @@
-"""Read and write files of settings, TOML or YAML. A key is a flag's name without dashes in front."""
+"""Read and write files of settings, TOML or YAML.
+
+A key is a flag's name without dashes in front.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Collect the facts of this machine and of a command line, and run all checks of ``foretoken doctor`` on them."""
+"""Collect the facts of this machine and of a command line, and run
+all checks of ``foretoken doctor`` on them.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def _check_model(given: Given) -> tuple[list[DrafterSpec], list[Finding]]:
 
 
 def _build_settings(given: Given) -> None:
-    """Build the settings of gateway and verifier, which also reads the files of keys and certificates."""
+    """Build the settings of gateway and verifier, which also
+    reads the files of keys and certificates.
+    """
     service_settings.gateway_of_stack(given, verifiers=["unix:/none"])
     service_settings.verifier_settings(given, address="unix:/none", drafters=[])
 
@@ -100,7 +104,9 @@ def _check_target(folder: Path) -> Finding:
 
 
 def _check_drafter(given: Given, spec: DrafterSpec, target: Path) -> list[Finding]:
-    """Check a drafter's files, and that they fit the target: algorithm, sizes, vocabulary and tokenizer."""
+    """Check a drafter's files, and that they fit the target:
+    algorithm, sizes, vocabulary and tokenizer.
+    """
     name, findings = f"drafter {spec.name}", []
     if spec.model is not None:
         folder = hub.cached(spec.model)

@@ -60,9 +60,9 @@ def list_drafters(key_file: Path, url: str, verifier: str, as_json: bool) -> Non
 def attach(name: str, address: str, key_file: Path, url: str, transport: str, verifier: str) -> None:
     """Attach a running drafter, and print its state. Requests may name it from now on.
 
-    A drafter that is attached already stays as it is. A name that belongs to another one is refused.
-    The exit status is 0 if it is attached to every verifier named, 1 if the server refused it, and
-    3 if it is not attached yet: the server retries until it is attached or detached.
+    A drafter that is attached already stays as it is. A name that belongs to another one is
+    refused. The exit status is 0 if it is attached to every verifier named, 1 if the server refused
+    it, and 3 if it is not attached yet: the server retries until it is attached or detached.
     """
     with _client(url, key_file) as client:
         before = {drafter for drafter in client.list(verifier) if drafter.state == "attached"}

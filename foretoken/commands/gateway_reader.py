@@ -104,7 +104,10 @@ class GatewayReader:
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:
-    """Return the JSON object of an answer. Raises ForetokenError for another answer, as of a proxy."""
+    """Return the JSON object of an answer.
+
+    Raises ForetokenError for another answer, as of a proxy.
+    """
     try:
         found = response.json()
     except ValueError:

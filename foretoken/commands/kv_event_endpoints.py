@@ -33,7 +33,9 @@ def check(events: str | None, replay: str | None, topic: str, num_verifiers: int
 
 
 def endpoint_of(endpoint: str, number: int) -> str:
-    """Return the endpoint of verifier ``number``: so many ports, or names of a socket, after the first one's."""
+    """Return the endpoint of verifier ``number``: so many ports, or
+    names of a socket, after the first one's.
+    """
     if endpoint.startswith(TCP):
         address, _, port = endpoint.rpartition(":")
         return f"{address}:{int(port) + number}"
@@ -41,7 +43,10 @@ def endpoint_of(endpoint: str, number: int) -> str:
 
 
 def own_words(given: Given, number: int, name: str, model: str) -> list[str]:
-    """Return flags for verifier ``number``, called ``name``, of several; they replace those that all have."""
+    """Return flags for verifier ``number``, called ``name``, of several.
+
+    They replace those that all have.
+    """
     if "kv_events" not in given.values:
         return []
     words = ["--kv-events-topic", f"kv@{name}@{model}"]

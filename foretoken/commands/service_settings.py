@@ -155,7 +155,7 @@ class VerifierStack:
     notices: tuple[str, ...] = ()
 
     def is_inside(self, spec: DrafterSpec) -> bool:
-        """Whether a drafter runs in the verifier's process."""
+        """Return whether a drafter runs in the verifier's process."""
         return _is_inside(spec, self.options)
 
 
@@ -189,7 +189,10 @@ def stack_settings(given: Given, folder: Path) -> StackSettings:
 
 
 def gateway_of_stack(given: Given, **more: Any) -> GatewaySettings:
-    """Return the settings of the gateway that ``serve`` starts; it drains before the verifiers end."""
+    """Return the settings of the gateway that ``serve`` starts.
+
+    It drains before the verifiers end.
+    """
     from foretoken import stack
     from foretoken.tracing import check_endpoint
 
@@ -199,7 +202,9 @@ def gateway_of_stack(given: Given, **more: Any) -> GatewaySettings:
 
 
 def gateway_of_cluster(given: Given, file: Path) -> GatewaySettings:
-    """Return the checked settings of the gateway in front of a cluster; ``file`` will name the verifiers.
+    """Return the checked settings of the gateway in front of a cluster.
+
+    ``file`` will name the verifiers.
 
     The verifiers' own settings are checked as far as this machine can. Hub ids are downloaded last.
     """
@@ -215,7 +220,9 @@ def gateway_of_cluster(given: Given, file: Path) -> GatewaySettings:
 
 
 def _check_ports(given: Given, gateway: GatewaySettings, *, are_free: bool = True) -> None:
-    """Raise ConfigError for ports that cannot be had, but for a MODEL that is not there before that."""
+    """Raise ConfigError for ports that cannot be had, but
+    for a MODEL that is not there before that.
+    """
     from foretoken import stack
 
     try:
@@ -227,13 +234,16 @@ def _check_ports(given: Given, gateway: GatewaySettings, *, are_free: bool = Tru
 
 
 def words_of_verifier(given: Given) -> list[str]:
-    """Return the command line of ``serve`` that starts one of a cluster's verifiers, without an address."""
+    """Return the command line of ``serve`` that starts one of a
+    cluster's verifiers, without an address.
+    """
     own = {name: value for name, value in given.values.items() if name not in _OF_COMMAND}
     return Given(own).words((DrafterSettings, VerifierSettings, ServeOptions))
 
 
 def verifier_stack(given: Given, folder: Path, address: str) -> VerifierStack:
-    """Return the checked settings of a verifier at ``address``, and of drafters with sockets in ``folder``.
+    """Return the checked settings of a verifier at ``address``,
+    and of drafters with sockets in ``folder``.
 
     Hub ids are downloaded last.
     """
@@ -355,7 +365,9 @@ def _served_names(given: Given) -> dict[str, Any]:
 
 
 def _check_drafter_flags(given: Given, options: ServeOptions) -> None:
-    """Raise ConfigError for what is wrong with drafters' flags whatever MODEL is, before a hub is asked."""
+    """Raise ConfigError for what is wrong with drafters' flags
+    whatever MODEL is, before a hub is asked.
+    """
     for text in options.drafters:
         parse_spec(text)
     for row in ALGORITHMS.values():
@@ -371,7 +383,9 @@ def _check_drafter_flags(given: Given, options: ServeOptions) -> None:
 
 
 def drafter_specs(given: Given, options: ServeOptions, notices: list[str]) -> list[DrafterSpec]:
-    """Return a stack's drafters, from --drafter or --speculative-algorithm; add what to say to ``notices``.
+    """Return a stack's drafters, from --drafter or --speculative-algorithm.
+
+    Add what to say to ``notices``.
 
     The demo model brings its own drafters if no flag names one.
     """

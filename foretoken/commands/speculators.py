@@ -1,4 +1,5 @@
-"""Set up target and drafter from a repository of vLLM's ``speculators``, which holds a head and names its target.
+"""Set up target and drafter from a repository of vLLM's ``speculators``,
+which holds a head and names its target.
 
 The head's ``config.json`` says so under ``speculators_config``: the algorithm, the ``verifier``
 (the target) and how many tokens other servers propose with it.
@@ -47,7 +48,8 @@ class _SpeculatorsConfig(BaseModel):
 
 
 def expand(given: Given) -> tuple[Given, list[str]]:
-    """Return the values with the target in MODEL's place and the head as drafter, and what to say about that.
+    """Return the values with the target in MODEL's place and the
+    head as drafter, and what to say about that.
 
     Other values come back unchanged. A drafter that the user has named wins over the head.
     Fetches no more than ``config.json`` of head and target.
@@ -89,7 +91,10 @@ def refuse_head(typed: str, folder: Path) -> None:
 
 
 def _read(file: Path | None) -> dict[str, Any]:
-    """Return a config's fields; none if there is no such file or it is broken, which loading reports."""
+    """Return a config's fields.
+
+    There are none if there is no such file or it is broken, which loading reports.
+    """
     try:
         return (file and read_object(file)) or {}
     except CheckpointError:
@@ -140,7 +145,9 @@ def _unlike(typed: str, verifier: _Verifier, target: str, of_target: dict[str, A
 
 
 def _proposed(proposal: _Proposal | None) -> list[str]:
-    """Return what to say about the head's proposal method, which shapes trees elsewhere and never the text here."""
+    """Return what to say about the head's proposal method, which shapes
+    trees elsewhere and never the text here.
+    """
     if proposal is None:
         return []
     notices = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# In the order of help texts. Flags without a row, such as a new algorithm's own, stand under SPECULATION if their
-# name says so, else under OTHER.
+# In the order of help texts. Flags without a row, such as a new algorithm's own, stand under
+# SPECULATION if their name says so, else under OTHER.
 SPECULATION = "Speculation"
 OTHER = "Other options"
 SUBJECTS: dict[str, tuple[str, ...]] = {

@@ -18,7 +18,10 @@ WINDOW_S = 10.0
 
 
 def show_once(gateway: GatewayReader, console: Console, interval_s: float) -> None:
-    """Print one picture, of the next ``interval_s`` seconds. Raises the errors of ``GatewayReader.read``."""
+    """Print one picture, of the next ``interval_s`` seconds.
+
+    Raises the errors of ``GatewayReader.read``.
+    """
     view = View(gateway, interval_s)
     view.read()
     time.sleep(interval_s)

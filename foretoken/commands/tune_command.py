@@ -26,11 +26,13 @@ INTERRUPTED = 130
 
 @click.command(cls=ServeCommand)
 def tune(given: Given) -> None:
-    """Find the settings with which this machine makes the most tokens a second, and write them to a file.
+    """Find the settings with which this machine makes the most
+    tokens a second, and write them to a file.
 
-    One server is started for MODEL; each request asks for what is tried: plain decode, the server's own choice, each
-    drafter in several shapes. The slower half is dropped again and again. It takes the flags of serve too, and writes
-    them with what it has found, for foretoken serve --config. Ctrl-C ends it with what is known.
+    One server is started for MODEL; each request asks for what is tried: plain decode, the server's
+    own choice, each drafter in several shapes. The slower half is dropped again and again. It takes
+    the flags of serve too, and writes them with what it has found, for foretoken serve --config.
+    Ctrl-C ends it with what is known.
     """
     from foretoken.commands import config_file, tuning
     from foretoken.commands.service_settings import TuneOptions

@@ -75,7 +75,10 @@ def trial_of(given: Given, options: TuneOptions) -> tuple[Trial, tuple[str, ...]
 
 
 def drafters_of(algorithms: Mapping[str, str]) -> list[TunedDrafter]:
-    """Return a running server's drafters from their algorithms by name. An unknown algorithm may have a model."""
+    """Return a running server's drafters from their algorithms by name.
+
+    An unknown algorithm may have a model.
+    """
     return [
         TunedDrafter(name, algorithm not in ALGORITHMS or ALGORITHMS[algorithm].runs_model)
         for name, algorithm in algorithms.items()
@@ -83,10 +86,11 @@ def drafters_of(algorithms: Mapping[str, str]) -> list[TunedDrafter]:
 
 
 def config_of(given: Given, choice: LimitedCandidate, trial: Trial | None) -> dict[str, Value | bool]:
-    """Return the settings with which ``foretoken serve`` does what was chosen, by the keys of a config file.
+    """Return the settings with which ``foretoken serve`` does what
+    was chosen, by the keys of a config file.
 
-    They include what the user gave, except secrets. ``trial`` None: the server was started by somebody else, so its
-    model and drafters are not known.
+    They include what the user gave, except secrets. ``trial`` None: the server was started by
+    somebody else, so its model and drafters are not known.
     """
     candidate = choice.candidate
     found: dict[str, Value | bool] = {}
@@ -108,10 +112,11 @@ def config_of(given: Given, choice: LimitedCandidate, trial: Trial | None) -> di
 
 
 def _given_values(given: Given, algorithms: set[str], *, keeps_drafters: bool) -> dict[str, Value | bool]:
-    """Return what the user gave of the flags of ``serve``, without secrets and without what tuning finds.
+    """Return what the user gave of the flags of ``serve``,
+    without secrets and without what tuning finds.
 
-    ``algorithms``: the fields of those whose options are kept. ``keeps_drafters``: whether flags that name drafters
-    are kept.
+    ``algorithms``: the fields of those whose options are kept. ``keeps_drafters``: whether flags
+    that name drafters are kept.
     """
     left_out = _FOUND if keeps_drafters else _FOUND | _OF_DRAFTERS
     values: dict[str, Value | bool] = {}
@@ -132,7 +137,8 @@ def _shape_values(names: Sequence[str], numbers: Sequence[int]) -> dict[str, Val
 def check_options(given: Given, options: TuneOptions) -> None:
     """Raise ConfigError for options that do not go together, and for files that cannot be written.
 
-    Flags of ``serve`` have an effect on a server that is started only; what the environment says is for other servers.
+    Flags of ``serve`` have an effect on a server that is started only; what the
+    environment says is for other servers.
     """
     if (options.model is None) == (options.url is None):
         raise ConfigError("give either MODEL, to start a server for it, or --url of a running server")

@@ -1,1 +1,3 @@
-"""Checks of this machine and of a model's files: one small function each, given the facts that it judges."""
+"""Checks of this machine and of a model's files: one small
+function each, given the facts that it judges.
+"""

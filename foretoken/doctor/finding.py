@@ -37,7 +37,7 @@ def warning(check: str, found: str, advice: str) -> Finding:
 
 
 def fault(check: str, found: str, advice: str = "") -> Finding:
-    """``advice`` may be empty where an error's message already says what to do."""
+    """Return a fault. ``advice`` may be empty where an error's message already says what to do."""
     return Finding(check, "fault", found, advice)
 
 

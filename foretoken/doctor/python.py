@@ -9,7 +9,7 @@ _NAME = "Python"
 
 
 def check_python(version: tuple[int, int, int], executable: str) -> Finding:
-    """``version``: major, minor and micro."""
+    """Check Python's version. ``version``: major, minor and micro."""
     found = f"{'.'.join(map(str, version))} at {executable}"
     if version[:2] < OLDEST:
         return fault(_NAME, found, "install Python 3.11, 3.12 or 3.13")

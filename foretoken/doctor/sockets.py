@@ -16,7 +16,10 @@ _NAME = "sockets"
 
 
 def check_sockets(parent: Path, drafters: Iterable[str]) -> Finding:
-    """Make a stack's runtime folder in ``parent`` and bind its longest socket. ``drafters``: their names."""
+    """Make a stack's runtime folder in ``parent`` and bind its longest socket.
+
+    ``drafters``: their names.
+    """
     longest = max(("verifier", *(f"drafters/{name}" for name in drafters)), key=len)
     advice = "set TMPDIR to a short path on a local disk that this user may write to"
     try:

@@ -79,7 +79,8 @@ def chain_batch(token_ids: Int32, first: int, block_size: int, logit_rows: Int32
 def blank_batch(rows: int, seqs: int, blocks: int = 1, block_size: int = 1) -> ForwardBatch:
     """Return a batch that writes no KV entry and wants no logits: it only has a size.
 
-    ``blocks``: of the last row's sequence, all of them block 0. With one block, nothing is read either.
+    ``blocks``: of the last row's sequence, all of them block 0. With one
+    block, nothing is read either.
     """
     seqs = min(seqs, rows)
     nothing = np.zeros(rows, np.int32)

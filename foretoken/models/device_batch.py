@@ -27,7 +27,8 @@ class BatchShape(NamedTuple):
         seqs: runs of rows of one sequence.
         max_seq_rows: a bound on the rows of one run.
         blocks: width of the block tables.
-        prompts: runs of prompts behind these runs, which have a launch of attention of their own; 0: there is none.
+        prompts: runs of prompts behind these runs, which have a launch of attention
+            of their own; 0: there is none.
     """
 
     rows: int
@@ -167,7 +168,9 @@ class DeviceBatch:
         self._pinned.send()
 
     def _fill(self, batch: ForwardBatch, runs: Runs, first: int, prefix: str) -> None:
-        """Fill rows from ``first`` on, without their masks, and the arrays ``prefix``... of their runs."""
+        """Fill rows from ``first`` on, without their masks,
+        and the arrays ``prefix``... of their runs.
+        """
         host, end, seqs = self._pinned.host, first + batch.num_rows, len(runs.seqs)
         for name in _ROW_ARRAYS:
             host[name][first:end] = getattr(batch, name)

@@ -23,8 +23,8 @@ from foretoken.tree import MASK_WORD_BITS
 # A pass of more rows that wants the logits of some, but not of all, has no graph: hardly two have
 # one size.
 MAX_MIXED_GRAPH_ROWS = 128
-# Captured sizes of passes over prompts alone, which have no logits. A short one takes less time than
-# the host needs to launch its kernels. There are few sizes: most prompts are in a step's pass.
+# Captured sizes of passes over prompts alone, which have no logits. A short one takes less time
+# than the host needs to launch its kernels. There are few sizes: most prompts are in a step's pass.
 MAX_PROMPT_GRAPH_ROWS = 2048
 _FEW_PROMPT_ROWS, _PROMPT_STEP = 64, 128
 PROMPT_SEQS = (1, 8, 64)

@@ -60,7 +60,7 @@ class DeviceDraftHead(DraftHead[DeviceProgram]):
         return self._output(len(arrays.logit_rows), len(arrays.token_ids))
 
     def upload(self, batch: ForwardBatch) -> DeviceArrays:
-        """As DevicePass.upload."""
+        """Upload as DevicePass.upload does."""
         return self._passes.upload(batch)
 
     def write_prompt(self, arrays: DeviceArrays, hidden: torch.Tensor) -> None:

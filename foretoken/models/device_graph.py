@@ -19,8 +19,8 @@ class DeviceGraphs:
 
     Args:
         enabled: False: every call launches its kernels one by one, by the same code.
-        eager_uses: uses of a key before it is captured. A capture waits for the device and takes some 100 ms, which
-            a key of a passing moment does not repay.
+        eager_uses: uses of a key before it is captured. A capture waits for the device and takes
+            some 100 ms, which a key of a passing moment does not repay.
 
     Attributes:
         enabled: as given.
@@ -48,7 +48,10 @@ class DeviceGraphs:
         return self.enabled and key not in self._graphs
 
     def capture(self, key: Hashable, launch: Callable[[], None]) -> None:
-        """Run ``launch`` and capture it, whatever its uses so far. The key must not be captured yet."""
+        """Run ``launch`` and capture it, whatever its uses so far.
+
+        The key must not be captured yet.
+        """
         # This call does the work, compiles kernels, and fails on what cannot be captured.
         launch()
         self._graphs[key] = self._capture(key, launch)

@@ -72,7 +72,7 @@ class DeviceLlama(Llama[DeviceProgram]):
         self._passes.tune(path)
 
     def upload(self, batch: ForwardBatch) -> DeviceArrays:
-        """As DevicePass.upload."""
+        """Upload as DevicePass.upload does."""
         return self._passes.upload(batch)
 
     def launch(self, arrays: DeviceArrays) -> torch.Tensor:

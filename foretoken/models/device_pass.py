@@ -146,11 +146,11 @@ class DevicePass:
         return self._batches.upload(batch, runs_of(batch), is_new=True).arrays
 
     def batch_of(self, rows: int, seqs: int, max_seq_rows: int, blocks: int) -> DeviceBatch:
-        """As DeviceBatches.batch_of."""
+        """Make a batch as DeviceBatches.batch_of does."""
         return self._batches.batch_of(rows, seqs, max_seq_rows, blocks)
 
     def joined_batch(self, shape: BatchShape) -> DeviceBatch:
-        """As DeviceBatches.joined_batch."""
+        """Make a batch as DeviceBatches.joined_batch does."""
         return self._batches.joined_batch(shape)
 
     @property

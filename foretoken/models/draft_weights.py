@@ -191,7 +191,7 @@ class _HeadLoader:
         return tuple(load(depth) for depth in range(self._config.num_depths))
 
     def check_finite(self, laid_out: list[torch.Tensor]) -> None:
-        """As TensorReader."""
+        """Check the tensors read so far, as TensorReader does."""
         self._reader.check_finite(laid_out)
 
     def own_vocabulary(self) -> _OwnVocabulary:

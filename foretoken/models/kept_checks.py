@@ -30,7 +30,10 @@ _CPU_KEYS = ("vendor_id", "cpu family", "model", "model name", "stepping", "micr
 
 
 def checks_file() -> Path | None:
-    """Return the file for this user: beside the compiled kernels, or in ``~/.cache``; None without a home."""
+    """Return the file for this user: beside the compiled kernels, or in ``~/.cache``.
+
+    It is None without a home.
+    """
     if (folder := compiler.cache_folder()) is not None:
         return folder / FILE_NAME
     try:
@@ -80,7 +83,10 @@ class KeptCheck:
             self._write(kept)
 
     def _read(self) -> dict[str, str]:
-        """Return all times by key; none if the file is missing or damaged: the check then runs again."""
+        """Return all times by key.
+
+        There are none if the file is missing or damaged: the check then runs again.
+        """
         try:
             found = json.loads(self.path.read_text())
         except (OSError, ValueError):

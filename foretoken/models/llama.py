@@ -17,7 +17,8 @@ from foretoken.models.executor import Executor, Loaded
 from foretoken.models.forward_pass import ForwardPass, LoadedProgram
 from foretoken.models.program import Attention, Columns, LayerShape, Program
 
-# A pass that wants the logits of every second row or fewer leaves out what the last layer computes of the others.
+# A pass that wants the logits of every second row or fewer leaves out what the last
+# layer computes of the others.
 _FEW = 2
 
 
@@ -79,8 +80,8 @@ class Llama(Generic[Loaded]):
     def _program(self, captured_layers: tuple[int, ...], *, wants_few: bool) -> Program:
         """Return the program that keeps these hidden states.
 
-        ``wants_few``: the last layer computes what follows its KV entries only for rows whose logits are wanted. That
-        is a copy more for each of them.
+        ``wants_few``: the last layer computes what follows its KV entries only for rows whose
+        logits are wanted. That is a copy more for each of them.
         """
         config, weights = self.config, self._weights
         for number in captured_layers:

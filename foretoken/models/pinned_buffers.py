@@ -152,7 +152,10 @@ class FetchBuffer:
         self._arrived = _event(source.is_cuda)
 
     def fetch(self) -> None:
-        """Copy the array in stream order, without waiting. Nobody may read the last copy any more."""
+        """Copy the array in stream order, without waiting.
+
+        Nobody may read the last copy any more.
+        """
         self._host.copy_(self._source, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()

@@ -90,7 +90,8 @@ class Program:
 
     Attributes:
         row_widths: elements of a row, by buffer.
-        wanted_widths: the same for rows whose logits are wanted, in buffers that have these side by side.
+        wanted_widths: the same for rows whose logits are wanted, in
+            buffers that have these side by side.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -133,7 +134,8 @@ class Program:
         self.linear(gated, weights.down, hidden, ADD)
 
     def last_layer(self, shape: LayerShape, attention: Attention) -> None:
-        """Add a layer's KV entries of all rows, and its output of the wanted ones, side by side in OUTPUT.
+        """Add a layer's KV entries of all rows, and its output of
+        the wanted ones, side by side in OUTPUT.
 
         Its input is in HIDDEN, and normed in NORMED.
         """

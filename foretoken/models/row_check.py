@@ -72,7 +72,8 @@ def rows_are_independent(
 def rows_look_independent(
     forward: Callable[[ForwardBatch], torch.Tensor], config: ModelConfig, block_size: int, most_tokens: int
 ) -> bool:
-    """Return whether a few rows pass: a check of some passes where rows_are_independent has passed before.
+    """Return whether a few rows pass: a check of some passes
+    where rows_are_independent has passed before.
 
     It runs the largest of that check's prefill chunks below 97 rows, single rows and the tree. So
     kernels and buffers are ready after it, too.

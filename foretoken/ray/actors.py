@@ -1,4 +1,5 @@
-"""Keep a number of verifiers as actors of a Ray cluster, and their addresses in a file for the gateway.
+"""Keep a number of verifiers as actors of a Ray cluster, and
+their addresses in a file for the gateway.
 
 Ray places the actors and starts them again elsewhere when their node dies. They end with the
 process that made them.
@@ -34,7 +35,9 @@ STOP_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Order:
-    """What is wanted: ``num_verifiers`` with the command line ``words``, called ``name`` on the dashboard."""
+    """What is wanted: ``num_verifiers`` with the command line
+    ``words``, called ``name`` on the dashboard.
+    """
 
     name: str
     num_verifiers: int
@@ -71,7 +74,8 @@ class VerifierActor:
 
 
 async def keep_verifiers(order: Order, file: Path, stop: asyncio.Event) -> None:
-    """Run the verifiers until ``stop`` is set, and write the addresses of those that are up to ``file``.
+    """Run the verifiers until ``stop`` is set, and write the
+    addresses of those that are up to ``file``.
 
     Raises EndedError if one refuses its settings, or ends before any was up.
     """

@@ -1,4 +1,4 @@
-"""Compose the Ray Serve application ``foretoken.ray:app``: verifiers, and gateways as its ingress."""
+"""Compose the Ray Serve application ``foretoken.ray:app``: verifiers and gateways."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ class Verifier:
     ) -> None:
         """Return when the verifier takes sequences. Raises EndedError if it cannot.
 
-        Arguments as of VerifierProcess. ``drain_timeout_s``: what streams have after Ray stops this.
+        Arguments as of VerifierProcess. ``drain_timeout_s``: what
+        streams have after Ray stops this.
         """
         given = parse(words)
         configure_logging("verifiers", given.settings(LogOptions).log_level)
@@ -115,7 +116,10 @@ class Verifier:
         return Member(self._process.address, self._checkpoint)
 
     async def check_health(self) -> None:
-        """Raise if the verifier's own health says that it takes no sequences; then Ray replaces the replica."""
+        """Raise if the verifier's own health says that it takes no sequences.
+
+        Ray then replaces the replica.
+        """
         if not await self._process.is_serving():
             raise RuntimeError(f"the verifier at {self._process.address} is not serving")
 
@@ -132,7 +136,10 @@ class Verifier:
 
 @serve.ingress()
 class Gateway:
-    """A replica with one gateway. Ray Serve's proxies bring its requests; it has no ports of its own."""
+    """A replica with one gateway.
+
+    Ray Serve's proxies bring its requests; it has no ports of its own.
+    """
 
     # Ray awaits constructors.
     async def __init__(  # type: ignore[misc]
@@ -181,7 +188,8 @@ class Gateway:
                 if len(members) < len(answers):
                     # A replica that does not answer now may have a verifier that does.
                     found |= known
-                # In an update to another model, the old model's verifiers serve until this gateway goes.
+                # In an update to another model, the old model's verifiers
+                # serve until this gateway goes.
                 if found and found != known:
                     known = found
                     self._source.set(known)

@@ -1,4 +1,6 @@
-"""Turn the arguments of a Ray Serve application into a command line of ``foretoken serve``, and read it."""
+"""Turn the arguments of a Ray Serve application into a command
+line of ``foretoken serve``, and read it.
+"""
 
 from __future__ import annotations
 

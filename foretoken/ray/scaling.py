@@ -1,4 +1,7 @@
-"""Decide how many verifiers Ray Serve runs. Ray's controller runs this module: it imports nothing of foretoken."""
+"""Decide how many verifiers Ray Serve runs.
+
+Ray's controller runs this module: it imports nothing of foretoken.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ SEQUENCES = "sequences"
 
 
 def by_demand(context: Any) -> tuple[float, dict[str, Any]]:
-    """Return the verifiers for which each has ``target_ongoing_requests`` sequences, running or waiting.
+    """Return the verifiers for which each has
+    ``target_ongoing_requests`` sequences, running or waiting.
 
     Ray rounds up and applies the bounds and delays of its ``autoscaling_config``. If the target is
     ``--max-running-requests``, another verifier starts when requests wait.

@@ -1,4 +1,5 @@
-"""A gateway's figures of the last seconds, from the metrics of which the dashboard makes its panels.
+"""A gateway's figures of the last seconds, from the metrics
+of which the dashboard makes its panels.
 
 A rate or share is None where nothing happened, or before the second reading.
 """
@@ -44,7 +45,8 @@ class LoadStatus:
 class Latency:
     """Two percentiles in seconds, and the finite upper bounds of the histogram's buckets in order.
 
-    A percentile beyond the last bound is infinite. One in the first bucket is interpolated from zero.
+    A percentile beyond the last bound is infinite. One in the first
+    bucket is interpolated from zero.
     """
 
     p50: float | None
@@ -108,8 +110,8 @@ class StepTime:
 class Steps:
     """Steps of all verifiers; reasons are counted each second.
 
-    Tokens a step: ``tokens_of_sequence`` of one sequence that wants drafts, as ``foretoken bench`` shows them;
-    ``tokens_of_batch`` of the whole batch.
+    Tokens a step: ``tokens_of_sequence`` of one sequence that wants drafts, as ``foretoken bench``
+    shows them; ``tokens_of_batch`` of the whole batch.
     """
 
     tokens_of_sequence: float | None
@@ -241,7 +243,8 @@ def _choices(now: Values) -> tuple[ControllerChoice, ...]:
 def _steps(risen: Values, seconds: float) -> Steps:
     num_steps, tokens = total(risen, "engine_steps_total"), total(risen, "engine_generated_tokens_total")
     accepted = total(risen, "spec_decode_num_accepted_tokens_total")
-    # Each row gives one token and the accepted ones. Rows of requests without speculation are not counted.
+    # Each row gives one token and the accepted ones. Rows of requests without
+    # speculation are not counted.
     rows = total(risen, "spec_decode_num_drafts_total") + total(risen, "fallback_steps_total")
     return Steps(
         tokens_of_sequence=_ratio(rows + accepted, rows),

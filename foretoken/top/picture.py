@@ -1,4 +1,7 @@
-"""Draw a gateway's figures for a terminal of 80 columns or more. Titles are those of the dashboard's panels."""
+"""Draw a gateway's figures for a terminal of 80 columns or more.
+
+Titles are those of the dashboard's panels.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +132,9 @@ def _drafters(drafters: Iterable[DrafterStatus], reasons: Mapping[str, str]) -> 
 
 
 def _states(drafter: DrafterStatus) -> str:
-    """Return a drafter's state, counted if there are several verifiers; and how often it was attached, if again."""
+    """Return a drafter's state, counted if there are several verifiers;
+    and how often it was attached, if again.
+    """
     states = drafter.states
     num_verifiers = sum(states.values())
     text = ", ".join(_shown(state) if num_verifiers == 1 else f"{_shown(state)} {states[state]}" for state in states)
@@ -251,7 +256,10 @@ def _time(seconds: float | None) -> str:
 
 
 def _percentile(seconds: float | None, bounds: tuple[float, ...]) -> str:
-    """Return a percentile; of one in the first bucket or beyond the last, only the bound is known."""
+    """Return a percentile.
+
+    For one in the first bucket or beyond the last, only the bound is known.
+    """
     if seconds is None or not bounds:
         return _time(seconds)
     if math.isinf(seconds):

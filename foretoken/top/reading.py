@@ -15,7 +15,7 @@ _COUNTS = ("_total", BUCKET, "_sum", "_count")
 
 
 class Series(NamedTuple):
-    """Identifies one sample: its name without the prefix ``foretoken_``, and its labels in order."""
+    """Identifies a sample: its name without the prefix ``foretoken_``, its labels in order."""
 
     name: str
     labels: tuple[tuple[str, str], ...] = ()
@@ -64,8 +64,8 @@ class Reading:
 def increases(before: Reading, after: Reading) -> dict[Series, float]:
     """Return by how much each sample has risen, never below zero.
 
-    A total that fell has restarted at zero, and with it all parts of its histogram. A count that was
-    not there counts from zero if its process was; otherwise nothing is known of its beginning.
+    A total that fell has restarted at zero, and with it all parts of its histogram. A count that
+    was not there counts from zero if its process was; otherwise nothing is known of its beginning.
     """
     restarted = {
         series.histogram
@@ -95,7 +95,7 @@ def _counted_from_zero(series: Series, before: Reading) -> bool:
 
 
 def total(values: Values, name: str, **labels: str | Iterable[str]) -> float:
-    """Return the sum of a metric's samples whose labels have the given values, or one of several."""
+    """Return the sum of a metric's samples whose labels have the given values, or one of these."""
     wanted = {label: {texts} if isinstance(texts, str) else set(texts) for label, texts in labels.items()}
     return sum(
         value
@@ -115,7 +115,9 @@ def by_label(values: Values, name: str, label: str, **labels: str) -> dict[str, 
 
 
 def quantile(values: Values, name: str, share: float) -> float | None:
-    """Return a quantile of a histogram, as Prometheus' histogram_quantile does; None without observations.
+    """Return a quantile of a histogram, as Prometheus' histogram_quantile does.
+
+    It is None without observations.
 
     ``share``: of the observations that are at most as large, 0 to 1. Within a bucket observations
     are taken as spread evenly. Beyond the last bound the answer is infinite, where Prometheus
@@ -134,5 +136,8 @@ def quantile(values: Values, name: str, share: float) -> float | None:
 
 
 def bucket_bounds(values: Values, name: str) -> tuple[float, ...]:
-    """Return the finite upper bounds of a histogram's buckets in order; none if it was not shown."""
+    """Return the finite upper bounds of a histogram's buckets in order.
+
+    There are none if it was not shown.
+    """
     return tuple(sorted(filter(math.isfinite, map(float, by_label(values, name + BUCKET, BOUND_LABEL)))))

@@ -155,7 +155,7 @@ class EagleRecipe:
         return drafted
 
     def matches(self, tokens: Tensor) -> Tensor:
-        """As ``Recipe.matches``, over the rows of a training window."""
+        """Return what ``Recipe.matches`` does, over the rows of a training window."""
         found: list[Tensor] = []
         for depth, hidden in enumerate(self.depths(tokens, self._hidden_states(tokens[:, : self.rows]))):
             drafted = self._target_ids(self.module.logits(hidden).argmax(-1))

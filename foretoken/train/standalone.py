@@ -60,7 +60,7 @@ class StandaloneRecipe:
         return logits
 
     def matches(self, tokens: Tensor) -> Tensor:
-        """As ``Recipe.matches``.
+        """Return what ``Recipe.matches`` does.
 
         If all earlier steps matched, the model has drafted the text itself.
         """

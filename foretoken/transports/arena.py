@@ -18,8 +18,8 @@ buffer that the other reads; the rings' system calls order the memory. The verif
 what a drafter writes: it copies, then checks.
 
 Hidden states for draft heads are sent in the request buffers. A drafter on the verifier's own GPU
-also gets device memory (shared_overlap_memory.py), where steps leave tokens and hidden states. That memory
-lives on after ``close`` on either side until its last user has released it.
+also gets device memory (shared_overlap_memory.py), where steps leave tokens and hidden states. That
+memory lives on after ``close`` on either side until its last user has released it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ArenaListener:
         return connection
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket and remove the folder; a second call does nothing."""
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -163,7 +163,8 @@ class _DrafterConnection(NamedTuple):
     """The connection to the drafter that has the descriptors.
 
     Attributes:
-        end: waits for the end of the connection: the drafter never writes, so anything readable is it.
+        end: waits for the end of the connection: the drafter never
+            writes, so anything readable is it.
         reply: waits for a reply or for the end.
     """
 

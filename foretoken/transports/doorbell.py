@@ -58,7 +58,7 @@ class Doorbell:
             return 0
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the descriptor; a second call does nothing."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)

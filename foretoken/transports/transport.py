@@ -350,7 +350,7 @@ class RequestQueue:
 
 
 class QueuedTransport(DraftTransport):
-    """A transport to another process: it sends from a RequestQueue and takes replies as they come."""
+    """Sends a RequestQueue's rows to another process and takes replies as they come."""
 
     def __init__(self, queue: RequestQueue) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""What can be tried: plain decode, the server's own choice, and drafters with and without a fixed shape."""
+"""What can be tried: plain decode, the server's own choice, and
+drafters with and without a fixed shape.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class Candidate:
     """One way of decoding.
 
     Attributes:
-        drafters: the names of those that draft; empty: nobody, or with ``auto`` whom the server chooses.
+        drafters: the names of those that draft; empty: nobody, or with
+            ``auto`` whom the server chooses.
         shape: of their trees; None: the server chooses.
     """
 
@@ -57,7 +60,8 @@ PLAIN, AUTO = Candidate("plain"), Candidate("auto")
 # Against these all others are compared, so they are measured to the end.
 BASELINES = (PLAIN, AUTO)
 
-# Chains, and the trees among which the controller of overlapped steps chooses if trees may have so many nodes.
+# Chains, and the trees among which the controller of overlapped steps chooses if
+# trees may have so many nodes.
 DEFAULT_SHAPES = (
     *(ShapeFlags(length, 1, length + 1) for length in range(1, 8)),
     ShapeFlags(5, 2, 8),

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from foretoken.tune.candidates import BASELINES, PLAIN, Candidate
 
-# A candidate that is simpler, or follows the load by itself, is taken where it reaches this share of the best one.
+# A candidate that is simpler, or follows the load by itself, is taken where it
+# reaches this share of the best one.
 NEARLY = 0.99
 
 # Tokens a second of each candidate, by requests at once.
@@ -17,10 +18,12 @@ Rates = Mapping[int, Mapping[Candidate, float]]
 
 @dataclass(frozen=True, slots=True)
 class LimitedCandidate:
-    """A candidate, and the largest batch that it drafts for; larger ones decode plainly. 0: no limit.
+    """A candidate, and the largest batch that it drafts for;
+    larger ones decode plainly. 0: no limit.
 
     Attributes:
-        score: the weighted geometric mean of its speeds, each over the best measured at that number of requests.
+        score: the weighted geometric mean of its speeds, each over the best
+            measured at that number of requests.
     """
 
     candidate: Candidate

@@ -1,7 +1,9 @@
-"""Successive halving: measure all candidates a little, keep the better half, measure those for longer.
+"""Successive halving: measure all candidates a little, keep
+the better half, measure those for longer.
 
-Jamieson and Talwalkar, arXiv 1502.07943. The candidates of a rung take turns round by round, so that a machine that
-slows down slows all of them. A candidate counts by the median of all its rounds.
+Jamieson and Talwalkar, arXiv 1502.07943. The candidates of a rung take turns round
+by round, so that a machine that slows down slows all of them. A candidate counts
+by the median of all its rounds.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def plan_rungs(num_contenders: int, num_kept: int, budget: int) -> tuple[Rung, .
     rungs, left = [], budget
     for place, size in enumerate(sizes):
         later = sizes[place + 1 :]
-        # What rounding leaves of a rung goes to the later ones, which need at least a round of each.
+        # What rounding leaves of a rung goes to the later ones, which
+        # need at least a round of each.
         share = min(left // (1 + len(later)), left - sum(later))
         rungs.append(Rung(size, max(1, share // size)))
         left -= size * rungs[-1].num_rounds

@@ -22,8 +22,9 @@ WARM_UP_LEN = 16
 class Meter:
     """Measures at one number of requests at once.
 
-    Round k has the same prompts for each candidate. Each request has a ``cache_salt`` of its own, so that none finds
-    its prompt, or its text as a draft, because another candidate was there before.
+    Round k has the same prompts for each candidate. Each request has a
+    ``cache_salt`` of its own, so that none finds its prompt, or its text as a draft,
+    because another candidate was there before.
 
     Args:
         batch: requests at once.
@@ -41,7 +42,9 @@ class Meter:
     on_round: Callable[[Candidate, float], None]
 
     def warm_up(self, candidate: Candidate) -> None:
-        """Run a few short requests, so that nothing is captured or learned for the first time later."""
+        """Run a few short requests, so that nothing is
+        captured or learned for the first time later.
+        """
         self._drive(candidate, f"{self.seed} warm-up", self.batch, output_len=WARM_UP_LEN)
 
     def rate(self, candidate: Candidate, number: int) -> float:

@@ -18,7 +18,10 @@ COLOURS = {"plain": "#718096", "auto": "#2f855a", "chosen": "#dd6b20", "best of 
 
 
 def medians(findings: Findings) -> dict[int, dict[Candidate, float]]:
-    """Return the median of each candidate's rounds, by requests at once; nothing where nothing was measured."""
+    """Return the median of each candidate's rounds, by requests at once.
+
+    There is nothing where nothing was measured.
+    """
     found = {
         batch: {candidate: median(rounds) for candidate, rounds in measured.items() if rounds}
         for batch, measured in findings.rates.items()
@@ -27,7 +30,9 @@ def medians(findings: Findings) -> dict[int, dict[Candidate, float]]:
 
 
 def to_table(findings: Findings, weights: Mapping[int, float]) -> str:
-    """Return a row for each candidate: tok/s by requests at once, in brackets where it was dropped early."""
+    """Return a row for each candidate: tok/s by requests at
+    once, in brackets where it was dropped early.
+    """
     rates = medians(findings)
     candidates = list(dict.fromkeys(candidate for measured in rates.values() for candidate in measured))
     titles = [f"{batch} at once, tok/s" for batch in rates]
@@ -43,7 +48,8 @@ def to_table(findings: Findings, weights: Mapping[int, float]) -> str:
 
 
 def to_lines(findings: Findings, choice: LimitedCandidate) -> list[str]:
-    """Return sentences: the best candidate for each number of requests at once, and the one for all.
+    """Return sentences: the best candidate for each number
+    of requests at once, and the one for all.
 
     The least and the most of the rounds stand beside each speed.
     """
@@ -67,7 +73,9 @@ def to_lines(findings: Findings, choice: LimitedCandidate) -> list[str]:
 
 
 def to_caution(choice: LimitedCandidate, dataset_path: Path | None) -> list[str]:
-    """Return what to know of the text that was measured; nothing where drafts won on the user's own prompts.
+    """Return what to know of the text that was measured.
+
+    It is empty where drafts won on the user's own prompts.
 
     ``dataset_path``: the prompts' file; None: they were random words.
     """
@@ -106,7 +114,9 @@ def to_content(findings: Findings, choice: LimitedCandidate, facts: dict[str, An
 
 
 def draw(findings: Findings, choice: LimitedCandidate) -> str:
-    """Return a picture: tok/s by requests at once of the choice, the best, ``auto`` and plain decode."""
+    """Return a picture: tok/s by requests at once of the
+    choice, the best, ``auto`` and plain decode.
+    """
     rates = medians(findings)
     lines: dict[str, list[Mark]] = {}
     for name, candidate, limit in (
@@ -142,7 +152,9 @@ def _rounds(count: int) -> str:
 
 
 def _preliminary(findings: Findings, choice: LimitedCandidate) -> list[str]:
-    """Return a line that names what decided with few rounds: winners, the choice, and what they are compared with."""
+    """Return a line that names what decided with few rounds: winners, the
+    choice, and what they are compared with.
+    """
     few = []
     for batch, rates in medians(findings).items():
         decided = dict.fromkeys((*BASELINES, best_of(rates), choice.candidate))

@@ -49,7 +49,9 @@ def candidates_of(settings: TuneSettings, drafters: Sequence[TunedDrafter]) -> l
 
 
 def accepted(tried: Sequence[Candidate], target: BenchTarget, say: Say) -> list[Candidate]:
-    """Return the candidates whose requests the server takes. Raises StreamError for another refusal.
+    """Return the candidates whose requests the server takes.
+
+    Raises StreamError for another refusal.
 
     A shape may exceed the bounds of the server's flags.
     """

@@ -21,7 +21,8 @@ from foretoken.supervisor import CONFIG_ERROR_STATUS
 
 HOST = "127.0.0.1"
 POLL_S = 0.2
-# For drafters that are not attached when the server is ready; it waits for them by itself for half a minute.
+# For drafters that are not attached when the server is ready; it waits for them
+# by itself for half a minute.
 ATTACH_S = 300.0
 # A stack ends within 30 s of SIGTERM.
 STOP_S = 40.0
@@ -29,7 +30,9 @@ STOP_S = 40.0
 
 @contextlib.contextmanager
 def running_server(words: Sequence[str]) -> Iterator[Address]:
-    """Run ``foretoken serve`` with these words on free ports of this machine; yield its address when it is ready.
+    """Run ``foretoken serve`` with these words on free ports of this machine.
+
+    Yield its address when it is ready.
 
     Its messages go to stderr.
 
@@ -53,7 +56,9 @@ def running_server(words: Sequence[str]) -> Iterator[Address]:
 
 
 def serve_command(words: Sequence[str]) -> tuple[list[str], Address]:
-    """Return the command of ``foretoken serve`` with these words on free ports, and its REST address."""
+    """Return the command of ``foretoken serve`` with these
+    words on free ports, and its REST address.
+    """
     port, grpc_port = free_ports(2)
     command = [sys.executable, "-P", "-m", "foretoken", "serve", *words]
     command += ["--host", HOST, "--port", str(port), "--grpc-port", str(grpc_port)]
@@ -64,7 +69,8 @@ def serve_command(words: Sequence[str]) -> tuple[list[str], Address]:
 def server_process(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
     """Start a server with these options of Popen, yield it at once, and stop it at the end.
 
-    It gets SIGTERM; if it takes too long, its process group is killed. If this process dies, it is killed, too.
+    It gets SIGTERM; if it takes too long, its process group is killed. If this
+    process dies, it is killed, too.
     """
     child: subprocess.Popen[bytes] = subprocess.Popen(
         command,

@@ -1,4 +1,6 @@
-"""The course of a tuning: halving at each number of requests at once, then a comparison of the winners everywhere."""
+"""The course of a tuning: halving at each number of requests at once,
+then a comparison of the winners everywhere.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,9 @@ class Tuner:
         return halving
 
     def _compare(self, halvings: dict[int, Halving[Candidate]]) -> None:
-        """Measure the winners of each number of requests at the others, where they were dropped early."""
+        """Measure the winners of each number of requests at
+        the others, where they were dropped early.
+        """
         winners = dict.fromkeys(
             best_of({name: halving.rate(name) for name in halving.survivors}) for halving in halvings.values()
         )

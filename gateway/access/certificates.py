@@ -56,7 +56,10 @@ class CertificateFiles:
         )
 
     def _fault(self, error: OSError) -> str:
-        """Return what is wrong with the certificate or its key; OpenSSL often says only "PEM lib"."""
+        """Return what is wrong with the certificate or its key.
+
+        OpenSSL often says only "PEM lib".
+        """
         certificate, key = f"--ssl-certfile {self.certfile}", f"--ssl-keyfile {self.keyfile}"
         if isinstance(error, ssl.SSLError):
             try:

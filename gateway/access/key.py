@@ -22,8 +22,8 @@ class ApiKey:
         tokens_per_minute: prompt and output tokens in a minute; None: any number.
         max_concurrent_requests: requests that may run or wait at once; None: any number.
         models: names of models that it may use; empty: all.
-        priority: added to the priority of its requests, which then may not be negative; None: they may
-            have any.
+        priority: added to the priority of its requests, which then may not be
+            negative; None: they may have any.
         metrics: whether it may read ``/metrics``, where all tenants' names stand.
     """
 

@@ -13,8 +13,9 @@ from gateway.access.quota import Ledger, Quota
 
 # Name of a key that was given by flag or in the environment; a second one is called api-key-2.
 GIVEN_NAME = "api-key"
-# A table by the whole digest would compare digests byte by byte. The part picks one candidate, which is
-# compared in constant time. A client cannot choose the digest of a guess, so the part says nothing.
+# A table by the whole digest would compare digests byte by byte. The part picks one
+# candidate, which is compared in constant time. A client cannot choose the digest of a
+# guess, so the part says nothing.
 _PART_BYTES = 8
 
 
@@ -61,8 +62,8 @@ def given_keys(secrets: Sequence[str]) -> list[ApiKey]:
 def all_keys(given: list[ApiKey], path: Path | None) -> list[ApiKey]:
     """Return the given keys and the file's. Raises ConfigError for a bad file or a doubled key.
 
-    A given key that the file has too is the file's, with its name and limits: clients read their key from the variable
-    that gives one to a server.
+    A given key that the file has too is the file's, with its name and limits: clients read their
+    key from the variable that gives one to a server.
     """
     in_file = read_keys(path) if path is not None else []
     digests = {key.digest for key in in_file}

@@ -28,8 +28,8 @@ from gateway.access.key import ApiKey
 MINUTE_S = 60.0
 # Names for which there is room, of keys with limits; names that were removed keep their place.
 MAX_ROWS = 16_384
-# Cells of one process: the requests that run, the tokens that these may write, then for even and odd
-# minutes the minute's number, its requests and its tokens.
+# Cells of one process: the requests that run, the tokens that these may write, then for even and
+# odd minutes the minute's number, its requests and its tokens.
 _RUNNING, _RESERVED, _FIRST_MINUTE = 0, 1, 2
 _MINUTE, _REQUESTS, _TOKENS = 0, 1, 2
 _NUM_CELLS = _FIRST_MINUTE + 2 * 3
@@ -53,7 +53,10 @@ class Ledger:
         self._names: dict[str, int] = {}
 
     def rows(self, names: Iterable[str]) -> dict[str, KeyCounts]:
-        """Return the row of each name; a new name gets one. Raises ConfigError if too many had one."""
+        """Return the row of each name; a new name gets one.
+
+        Raises ConfigError if too many had one.
+        """
         wanted = list(names)
         if missing := [name for name in wanted if name not in self._names]:
             self._add(missing)
@@ -188,7 +191,10 @@ class Quota:
 
     @contextlib.contextmanager
     def enter(self, num_prompt_tokens: int, max_output_tokens: int) -> Iterator[None]:
-        """Count a request and its prompt, and reserve its output while the block runs. Raises as ``check``."""
+        """Count a request and its prompt, and reserve its output while the block runs.
+
+        Raises as ``check``.
+        """
         self.check(num_prompt_tokens + max_output_tokens)
         self._row.add(self._minute(), 1, num_prompt_tokens)
         self._row.start(max_output_tokens)

@@ -95,7 +95,8 @@ RPCS = (
     Rpc("grpc.health.v1.Health", "List", Who.PUBLIC),
     Rpc("grpc.health.v1.Health", "Watch", Who.PUBLIC),
     Rpc("grpc.reflection.v1alpha.ServerReflection", "ServerReflectionInfo", Who.CALLER),
-    # The gateway listens for none of these: they are on other sockets, guarded by foretoken/links.py.
+    # The gateway listens for none of these: they are on other sockets,
+    # guarded by foretoken/links.py.
     Rpc("foretoken.verifier.v1.VerifierService", "*", Who.SERVICE),
     Rpc("foretoken.drafter.v1.DrafterService", "*", Who.SERVICE),
 )

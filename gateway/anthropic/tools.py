@@ -11,7 +11,10 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_tools(tools: list[Any]) -> list[dict[str, Any]]:
-    """Return a chat's tools. Raises InvalidRequestError for a tool that Anthropic runs or defines."""
+    """Return a chat's tools.
+
+    Raises InvalidRequestError for a tool that Anthropic runs or defines.
+    """
     converted = []
     for number, tool in enumerate(tools):
         field = f"tools.{number}"
@@ -31,7 +34,7 @@ def chat_tools(tools: list[Any]) -> list[dict[str, Any]]:
 
 
 def chat_tool_choice(choice: object) -> dict[str, Any]:
-    """Return a chat's ``tool_choice`` and ``parallel_tool_calls``, as far as the choice sets them."""
+    """Return a chat's ``tool_choice`` and ``parallel_tool_calls``, where the choice sets them."""
     if choice is None:
         return {}
     kind = member(choice, "type", "tool_choice")

@@ -14,7 +14,10 @@ _TEXT = frozenset({"text"})
 
 
 def conversation(system: object, messages: list[Any]) -> Conversation:
-    """Return the conversation. Consecutive turns of one role are one turn, as Anthropic's API says."""
+    """Return the conversation.
+
+    Consecutive turns of one role are one turn, as Anthropic's API says.
+    """
     talk = Conversation()
     if system is not None:
         talk.system("\n".join(part_texts(system, "system", _TEXT)), "system")

@@ -31,8 +31,8 @@ class CallParser(ABC):
     """Reads one output. A format's parser decides text in steps, and how it is split never matters.
 
     Blanks before a call belong to its form and are not shown. What turns out not to be a call is
-    content, except the names of hidden special tokens. Where a grammar makes the calls, a call that is
-    cut before its name is known is left out.
+    content, except the names of hidden special tokens. Where a grammar makes the calls, a call that
+    is cut before its name is known is left out.
     """
 
     def __init__(self, names: frozenset[str], hidden: frozenset[str], constraint: Constraint = Constraint.NONE) -> None:
@@ -65,7 +65,9 @@ class CallParser(ABC):
         return content, deltas
 
     def _is_cut_call(self) -> bool:
-        """Whether the undecided text at the end of the output can only be a call that was cut."""
+        """Return whether the undecided text at the end of
+        the output can only be a call that was cut.
+        """
         match self._constraint:
             case Constraint.NONE:
                 return False

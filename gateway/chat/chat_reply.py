@@ -21,7 +21,10 @@ from gateway.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """How the outputs of one chat request are written and read. The default: all text is content."""
+    """How the outputs of one chat request are written and read.
+
+    The default: all text is content.
+    """
 
     # What the whole output must match, and the request's field that asked for it.
     grammar: Grammar | None = None
@@ -99,9 +102,9 @@ class ChatForms:
     ) -> ChatReply:
         """Return how to write and read the replies to a rendered prompt.
 
-        ``content_grammar`` is what the answer must match if it calls no tool; ``continues``: the reply
-        goes on with the last message. Raises
-        InvalidRequestError for tools that this server cannot serve.
+        ``content_grammar`` is what the answer must match if it calls no tool;
+        ``continues``: the reply goes on with the last message. Raises InvalidRequestError
+        for tools that this server cannot serve.
         """
         self.check(use)
         thinking = Thinking.NONE if self.reasoning is None else self.reasoning.thinking(prompt, continues=continues)

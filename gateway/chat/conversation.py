@@ -64,7 +64,10 @@ class Conversation:
         return str(self.messages[-1]["role"]) if self.messages else ""
 
     def _assistant(self, field: str, *, after: Collection[str] = ()) -> dict[str, Any]:
-        """Return the assistant's message that goes on; a new one if it has a member of ``after``."""
+        """Return the assistant's message that goes on.
+
+        It is a new one if it has a member of ``after``.
+        """
         if self._last_role != "assistant" or any(name in self.messages[-1] for name in after):
             self._add({"role": "assistant"}, field)
         return self.messages[-1]

@@ -1,4 +1,4 @@
-"""Read an output's deltas token by token: its pieces, their logprobs, and the reasoning's length."""
+"""Read an output's deltas token by token: pieces, their logprobs, the reasoning's length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class ReplyTokens:
         self.num_reasoning_tokens = 0
 
     def read(self, delta: Delta) -> Iterator[tuple[ReplyPieces, list[TokenLogprobs]]]:
-        """Yield what a delta adds to the reply, each with the logprobs of its tokens, if there are any.
+        """Yield what a delta adds to the reply, each with the
+        logprobs of its tokens, if there are any.
 
         Text that waits comes with the logprobs of its tokens when it is certain.
         """

@@ -1,4 +1,4 @@
-"""Find verifiers by the addresses of a DNS name: Kubernetes' headless service, Compose's service."""
+"""Find verifiers by a DNS name's addresses: Kubernetes' headless service, Compose's service."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foretoken.hosts import bracketed
 
 
 class DnsAddresses:
-    """A LookUp of all A and AAAA records of a name, by the system's resolver, and one port for all."""
+    """A LookUp of a name's A and AAAA records, by the system's resolver, with one port for all."""
 
     def __init__(self, name: str, port: int) -> None:
         self._name = name

@@ -13,7 +13,10 @@ TIMEOUT_S = 5.0
 
 
 class DnsServices:
-    """A LookUp of a name's SRV records. Priorities and weights have no meaning here: load decides."""
+    """A LookUp of a name's SRV records.
+
+    Priorities and weights have no meaning here: load decides.
+    """
 
     def __init__(self, name: str, resolver: dns.asyncresolver.Resolver | None = None) -> None:
         """``resolver``: None: as /etc/resolv.conf says."""

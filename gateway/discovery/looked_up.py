@@ -40,8 +40,9 @@ class LookedUp:
         try:
             found = await self._look_up()
             if not found:
-                # A file that is being written is empty for a moment, and so is the answer of a name
-                # server that has just started. A verifier that is really gone has ended its session.
+                # A file that is being written is empty for a moment, and so is the
+                # answer of a name server that has just started. A verifier that is
+                # really gone has ended its session.
                 reason = f"{self._location}: names no verifier"
         except UnavailableError as error:
             found = frozenset()

@@ -18,7 +18,9 @@ class VerifierSource(Protocol):
         ...
 
     def changes(self) -> AsyncIterator[frozenset[str]]:
-        """Yield the set when it is first known, and again after each change. May end if none follows.
+        """Yield the set when it is first known, and again after each change.
+
+        May end if none follows.
 
         The pool drains verifiers that the latest set lacks. So a source that cannot look, or finds
         no verifier at all, yields nothing and lets the last set stand.

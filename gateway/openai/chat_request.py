@@ -88,7 +88,10 @@ async def chat_request(
 
 
 async def chat_token_ids(core: GatewayCore, body: dict[str, Any], names: FieldNames | None = None) -> tuple[int, ...]:
-    """Return the prompt of a body as ``chat_request`` takes it; it may be longer than the context."""
+    """Return the prompt of a body as ``chat_request`` takes it.
+
+    It may be longer than the context.
+    """
     with (names or FieldNames()).in_errors():
         fields, options = parse_chat(body, core.sampling_defaults)
         core.check_model(fields.model)

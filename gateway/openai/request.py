@@ -95,7 +95,10 @@ class StreamOptions(Fields):
 
 
 class SharedFields(Fields):
-    """Fields of every API of texts and chats, as its own or as extensions. Ranges: foretoken/limits.py."""
+    """Fields of every API of texts and chats, as its own or as extensions.
+
+    Ranges: foretoken/limits.py.
+    """
 
     seed: int | None = None
     presence_penalty: float = 0.0
@@ -278,7 +281,7 @@ def _prompt_logprobs(fields: GenerationFields) -> int | None:
 
 
 def _check_template_kwargs(kwargs: dict[str, Any]) -> None:
-    """Raise InvalidRequestError for variables that are too large or are no variables of a template."""
+    """Raise InvalidRequestError for variables that are too large or not a template's."""
     field = "chat_template_kwargs"
     limits.check_count(field, len(kwargs), limits.MAX_TEMPLATE_KWARGS)
     for name in sorted(RESERVED_TEMPLATE_KWARGS & kwargs.keys()):

@@ -66,7 +66,7 @@ class OpenAiFormat(ReplyFormat):
     def chunk(self, generation: Generation, delta: Delta) -> bytes:
         output = generation.outputs[delta.index]
         shows_tokens = bool(delta.token_ids) and (self._shows_ids or bool(delta.logprobs))
-        if not (self._has_text(delta) or delta.finished or delta.prompt_logprobs or shows_tokens):
+        if not (self._has_progress(delta) or delta.finished or delta.prompt_logprobs or shows_tokens):
             return b""
         logprobs = self._logprobs(output, delta)
         parts = [
@@ -94,9 +94,12 @@ class OpenAiFormat(ReplyFormat):
         body = {**self._envelope(generation, self.chunk_object), "choices": [], "usage": _usage(generation)}
         return event(self._with_metrics(body, generation)) + DONE
 
-    def _has_text(self, delta: Delta) -> bool:
-        """Whether a delta has text to show."""
-        return bool(delta.text)
+    def _has_progress(self, delta: Delta) -> bool:
+        """Return whether a delta has text to show, or tokens whose text waits for more tokens.
+
+        As in vLLM, a chunk without text then shows that the stream goes on.
+        """
+        return bool(delta.token_ids or delta.text)
 
     @abstractmethod
     def _whole_text(self, output: Output, delta: Delta) -> dict[str, Any]:
@@ -220,8 +223,8 @@ class ChatFormat(OpenAiFormat):
             reader = self._readers[index] = self._options.reply.reader()
         return reader
 
-    def _has_text(self, delta: Delta) -> bool:
-        return bool(delta.text) if self._is_plain else bool(self._pieces)
+    def _has_progress(self, delta: Delta) -> bool:
+        return super()._has_progress(delta) if self._is_plain else bool(self._pieces)
 
     def _end(self, output: Output) -> dict[str, Any]:
         end = super()._end(output)
@@ -247,7 +250,8 @@ class ChatFormat(OpenAiFormat):
     def _chunk_text(self, output: Output, delta: Delta) -> bytes:
         if not self._is_plain:
             return _members({"delta": _pieces_delta(self._pieces)})
-        return b'"delta":{"content":%b}' % orjson.dumps(delta.text) if delta.text else b'"delta":{}'
+        has_content = bool(delta.text) or not delta.finished
+        return b'"delta":{"content":%b}' % orjson.dumps(delta.text) if has_content else b'"delta":{}'
 
     def _logprobs(self, output: Output, delta: Delta) -> dict[str, Any] | None:
         if self._options.sampling.logprobs is None:

@@ -1,6 +1,7 @@
 """Call all verifiers for the operator.
 
-The operator's endpoints exist only with ``--admin-api-key-file``, whose key gateway/access asks for.
+The operator's endpoints exist only with ``--admin-api-key-file``,
+whose key gateway/access asks for.
 """
 
 from __future__ import annotations

@@ -1,1 +1,3 @@
-"""The page at ``/``: chats and completions in a browser, and the operator's view. docs/playground.md."""
+"""The page at ``/``: chats and completions in a browser, and
+the operator's view. docs/playground.md.
+"""

@@ -69,7 +69,10 @@ class Fleet:
         self._vacant.append(number)
 
     def open(self, number: int, model: str) -> None:
-        """Let a verifier take sequences of ``model``, a fingerprint. Its present load is its usual one."""
+        """Let a verifier take sequences of ``model``, a fingerprint.
+
+        Its present load is its usual one.
+        """
         if not self.is_open[number]:
             self.usual[number] = self.load[number]
         self._model[number] = self._models.setdefault(model, len(self._models))
@@ -98,7 +101,10 @@ class Fleet:
             self.version += 1
 
     def open_for(self, model: str, num_new: int) -> Mask:
-        """Return which verifiers may take ``num_new`` new sequences of ``model``; empty: any model."""
+        """Return which verifiers may take ``num_new`` new sequences of ``model``.
+
+        An empty name means any model.
+        """
         found = self.is_open & (self.room >= num_new)
         if model:
             found &= self._model == self._models.get(model, -1)

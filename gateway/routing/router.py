@@ -1,4 +1,5 @@
-"""Decide which verifier takes a request: the one that has its prefix, unless that has too much load.
+"""Decide which verifier takes a request: the one that has
+its prefix, unless that has too much load.
 
 No I/O and no clock, so that the simulator of ``benchmarks/routing`` runs the same
 code. Gateways agree because they hash alike; what each remembers are estimates of popularity, which
@@ -27,8 +28,8 @@ HEADROOM = 1.25
 # Up to this share of its rows, or two sequences, a verifier counts as free: a step of so few rows
 # takes about as long as one of a single row.
 FREE_SHARE, LEAST_FREE = 1 / 64, 2.0
-# The load of verifiers with equal shares differs by chance, by about the root of its mean: above the
-# bound by twice that, it is no chance.
+# The load of verifiers with equal shares differs by chance, by about the root of its mean: above
+# the bound by twice that, it is no chance.
 CHANCE = 2.0
 # Decisions over which load is smoothed, for each sequence in the fleet: so many lifetimes.
 LIFETIMES = 8
@@ -61,7 +62,9 @@ class Decision:
 
 
 class Router:
-    """Routes requests over a fleet. The caller counts the sequences that it sends in the fleet's load.
+    """Routes requests over a fleet.
+
+    The caller counts the sequences that it sends in the fleet's load.
 
     Each key's verifiers stand in an order of their own (rendezvous hashing), and the first whose
     load is within ``load_bound`` of the mean takes the request (after consistent hashing with

@@ -52,10 +52,12 @@ def control_router(core: GatewayCore) -> APIRouter:
 
     @router.post("/abort_request", openapi_extra=http.body_schema(AbortFields))
     async def abort_request(request: Request) -> Response:
-        """Abort the caller's requests named ``rid``, or all of them; their answers end with what they have.
+        """Abort the caller's requests named ``rid``, or all of them.
 
-        ``rid`` is the client's name (``rid`` of /generate, x-request-id or gRPC's request_id) or the
-        answer's id. An unknown name is no error: its request may just have ended.
+        Their answers end with what they have.
+
+        ``rid`` is the client's name (``rid`` of /generate, x-request-id or gRPC's request_id) or
+        the answer's id. An unknown name is no error: its request may just have ended.
         """
         fields = validate(AbortFields, await http.read_object(request), ignored=IGNORED)
         if not fields.rid and not fields.abort_all:

@@ -14,14 +14,17 @@ import torch
 # sampled token equals it.
 NO_SLOT = -1
 NO_NODE = -2
-# Scores, which are logarithms of chances, are compared in steps of 1/SCORE_STEPS, with so many bits: to some -16.
+# Scores, which are logarithms of chances, are compared in steps of 1/SCORE_STEPS,
+# with so many bits: to some -16.
 SCORE_STEPS = 256
 SCORE_BITS = 12
-# Where rows are shared, a sequence's chances are divided by this power of its rate. 2: the sum of all sequences' times
-# for a token is least (minimum potential delay; Massoulie and Roberts, 1999). The logarithm is bounded.
+# Where rows are shared, a sequence's chances are divided by this power of its rate. 2: the sum of
+# all sequences' times for a token is least (minimum potential delay; Massoulie and Roberts, 1999).
+# The logarithm is bounded.
 FAIRNESS = 2.0
 MOST_FAIRNESS = 2.0
-# A rate is the mean of the latest steps, of so many at most; all rates' mean counts for so many steps more.
+# A rate is the mean of the latest steps, of so many at most; all rates' mean
+# counts for so many steps more.
 RATE_STEPS = 64
 RATE_TRUST = 8
 
@@ -38,8 +41,8 @@ class BatchState(NamedTuple):
         last_tokens: the roots.
         joined: the number of the step before the sequence's first: a tree that was drafted after
             that step, or before, was drafted for another sequence.
-        rates: float32 [batch_rows]; tokens a step since then, most weight on the latest RATE_STEPS
-            steps.
+        rates: float32 [batch_rows]; tokens a step since then, most weight
+            on the latest RATE_STEPS steps.
         step: int32 [1]; number of the last step.
     """
 

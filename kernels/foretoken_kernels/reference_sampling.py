@@ -4,9 +4,9 @@ Slow, but runs anywhere; the GPU kernels are tested against it. Each row's logit
 operations, in this order: bias, penalties, mask of stop tokens, the row's own mask, mask of ids
 beyond the vocabulary, temperature, top-k, top-p, min-p, keyed noise, argmax. Logits are float32 and
 each operation rounds to float32; probabilities are float64. A row returns NO_SAMPLE instead of a
-token if one of its logits within the vocabulary is NaN or +inf, before or after these operations, or
-if all of them are -inf after them. It returns NOT_ALLOWED if it has a mask and the logits are sound
-before these operations: no NaN, no +inf, and one above -inf.
+token if one of its logits within the vocabulary is NaN or +inf, before or after these operations,
+or if all of them are -inf after them. It returns NOT_ALLOWED if it has a mask and the logits are
+sound before these operations: no NaN, no +inf, and one above -inf.
 
 A token's noise is the Gumbel noise of a word of Philox4x32-10 (Salmon et al., SC 2011). The key is
 the seed, the counter is (token id // 4, position, choice index, 0), and token id % 4 picks the

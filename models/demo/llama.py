@@ -87,7 +87,10 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_width, shape.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attend over ``hidden`` [batch, length, hidden_size]; ``cos``, ``sin`` [length, head_dim]."""
+        """Attend over ``hidden`` [batch, length, hidden_size].
+
+        ``cos``, ``sin`` [length, head_dim].
+        """
         heads = (*hidden.shape[:2], -1, self.head_dim)
         query = rotate(self.q_proj(hidden).view(heads).transpose(1, 2), cos, sin)
         key = rotate(self.k_proj(hidden).view(heads).transpose(1, 2), cos, sin)

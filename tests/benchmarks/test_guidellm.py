@@ -20,7 +20,7 @@ from foretoken.free_ports import free_ports
 
 @pytest.fixture
 def address() -> Iterator[Address]:
-    """A paced server that does not wait, with 4 tokens in a chunk."""
+    """Start a paced server that does not wait, with 4 tokens in a chunk; yield its address."""
     (port,) = free_ports(1)
     loop = asyncio.new_event_loop()
 

@@ -1,4 +1,6 @@
-"""The routing simulator: its traces, its verifiers by hand, its bars, a death, and real verifiers."""
+"""The routing simulator: its traces, its verifiers by
+hand, its bars, a death, and real verifiers.
+"""
 
 from __future__ import annotations
 
@@ -209,7 +211,9 @@ def test_cores_are_those_of_busy_times_and_none_is_an_error() -> None:
 
 @pytest.mark.slow
 def test_real_verifiers_hit_as_often_as_the_simulator_says() -> None:
-    """One request after the other: what hits while others are under way depends on how fast the machine is."""
+    """One request after the other: what hits while others are
+    under way depends on how fast the machine is.
+    """
     requests = measured.made(150, seed=2)
     costs = Costs(cache_tokens=measured.CACHE_TOKENS)
     apart = [replace(request, at_s=60.0 * number) for number, request in enumerate(requests)]

@@ -1,4 +1,6 @@
-"""How tuning is held against the full grid: the figures of made-up pairs, and the servers' command lines."""
+"""How tuning is held against the full grid: the figures of
+made-up pairs, and the servers' command lines.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Send random requests to a running server, and report what it must not do: python -m tests.chaos.fuzz.
+"""Send random requests to a running server, and report what it
+must not do: python -m tests.chaos.fuzz.
 
 A request may be refused. It must not end in an internal error, nor in an error that is not in the
 shape of its API. docs/chaos.md has the command and figures.
@@ -101,7 +102,10 @@ async def fuzz(
     operator_key: str = "",
     on_count: Callable[[int], Any] = lambda _: None,
 ) -> Outcomes:
-    """Send requests from a seed, several at once. Most show a key that their path needs, if it is given."""
+    """Send requests from a seed, several at once.
+
+    Most show a key that their path needs, if it is given.
+    """
     requests, outcomes = FuzzedRequests(seed, keys, operator_key), Outcomes()
     numbers = iter(range(num_requests))
     limits = httpx.Limits(max_connections=CONCURRENCY)

@@ -18,8 +18,8 @@ def environment(name: str, requirements: Sequence[str], bare: Sequence[str] = ()
     """Return the folder of an environment that has these requirements.
 
     ``bare``: packages that are installed without what they require, such as libraries for a GPU.
-    ``torch`` among them is installed as in the project's own environment: its CPU build where there is
-    no GPU. Raises RuntimeError with pip's words if something cannot be installed.
+    ``torch`` among them is installed as in the project's own environment: its CPU build where there
+    is no GPU. Raises RuntimeError with pip's words if something cannot be installed.
     """
     folder, wanted = FOLDER / name, "\n".join([*requirements, *bare])
     stamp = folder / "requirements.txt"
@@ -37,7 +37,10 @@ def environment(name: str, requirements: Sequence[str], bare: Sequence[str] = ()
 
 
 def node_modules(packages: Sequence[str]) -> Path:
-    """Return a folder whose node_modules has these packages. Raises RuntimeError as ``environment`` does."""
+    """Return a folder whose node_modules has these packages.
+
+    Raises RuntimeError as ``environment`` does.
+    """
     folder, wanted = FOLDER / "javascript", "\n".join(packages)
     stamp = folder / "packages.txt"
     if stamp.is_file() and stamp.read_text() == wanted:

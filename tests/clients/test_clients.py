@@ -31,7 +31,8 @@ class Client(NamedTuple):
     bare: tuple[str, ...] = ()
 
 
-# What vLLM and SGLang import for their benchmarks: all that they require would be gigabytes for GPUs.
+# What vLLM and SGLang import for their benchmarks: all that they require
+# would be gigabytes for GPUs.
 IMPORTED_BY_ENGINES = (
     *("torch", "torchvision", "transformers", "datasets", "aiohttp", "apache-tvm-ffi", "cachetools", "cbor2"),
     "cloudpickle",
@@ -65,7 +66,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def run_script(stack: Stack, command: list[str], folder: Path, **variables: str) -> None:
-    """Run a script with ``folder`` as its working folder. Raises AssertionError with what it printed if it fails."""
+    """Run a script with ``folder`` as its working folder.
+
+    Raises AssertionError with what it printed if it fails.
+    """
     given = {"FORETOKEN_URL": stack.url, "FORETOKEN_MODEL": "demo", "FORETOKEN_TOKENIZER": str(DEMO)}
     variables = {key: value for key, value in ENVIRONMENT.items() if key != "PYTHONPATH"} | given | variables
     done = subprocess.run(

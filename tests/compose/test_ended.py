@@ -1,4 +1,7 @@
-"""docker/ended.sh tells containers that were killed from outside from those that died; docker itself is played."""
+"""docker/ended.sh tells containers that were killed from outside from those that died.
+
+Docker itself is played.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "docker" / "ended.sh"
-# Answers for the one container of the project that it was asked for. Its logs begin with what its init wrote.
+# Answers for the one container of the project that it was asked for. Its logs
+# begin with what its init wrote.
 DOCKER = """#!/bin/sh
 echo "$@" >> "$CALLS"
 case "$1" in
@@ -81,5 +85,6 @@ def test_what_it_says(tmp_path: Path, state: str, logs: str, expected: str) -> N
     assert (done.returncode, done.stdout, done.stderr) == (0, f"verifier: {expected}\n", "")
     calls = (tmp_path / "calls").read_text()
     assert "label=com.docker.compose.project=mine" in calls
-    # Only what a container wrote since its last start says how it ended, if it is not running again.
+    # Only what a container wrote since its last start says how it
+    # ended, if it is not running again.
     assert ("--since 2026-11-26T00:00:00Z" in calls) == state.startswith("exited")

@@ -1,4 +1,6 @@
-"""What a drafter did for a sequence: counted by slot and generation, and a span in the request's trace."""
+"""What a drafter did for a sequence: counted by slot and
+generation, and a span in the request's trace.
+"""
 
 from __future__ import annotations
 

@@ -361,7 +361,9 @@ def test_a_port_in_use_is_noticed_before_anything_starts() -> None:
     ],
 )
 def test_a_port_in_use_does_not_hide_a_mistake_in_the_model(model: str, message: str) -> None:
-    """A server runs already, so a user who mistypes the next model's name has the port in use as well."""
+    """A server runs already, so a user who mistypes the next
+    model's name has the port in use as well.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -1,4 +1,6 @@
-"""``foretoken serve --executor ray``: what the gateway, and each verifier in the cluster, are started with."""
+"""``foretoken serve --executor ray``: what the gateway, and each
+verifier in the cluster, are started with.
+"""
 
 from __future__ import annotations
 

@@ -186,7 +186,9 @@ def test_in_strict_mode_a_row_has_the_same_bits_in_any_batch(folder: Path, dtype
 @pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 def test_rows_whose_logits_nobody_wants_need_no_last_layer(folder: Path, strict: bool, device: str) -> None:
-    """Logits, hidden states and KV entries are the CPU's, and in strict mode those of a pass that wants all."""
+    """Logits, hidden states and KV entries are the CPU's, and in
+    strict mode those of a pass that wants all.
+    """
     text, table = [int(token) for token in np.arange(1, 12) * 5 % 30], [3, 7, 1]
     whole = batch([prompt(text, table)], [table], [0])
     config, weights, cache = loaded(folder, Backend("gpu", torch.device(device)), torch.float32)
@@ -207,7 +209,9 @@ def test_rows_whose_logits_nobody_wants_need_no_last_layer(folder: Path, strict:
 
 @pytest.mark.slow
 def test_no_memory_moves_after_matmuls_are_tuned(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafter's own graphs know the buffers, which are larger here for passes that want few logits."""
+    """A drafter's own graphs know the buffers, which are
+    larger here for passes that want few logits.
+    """
     random_model("qwen3 tied").save_pretrained(tmp_path)
     model = llama(tmp_path, Backend("gpu", torch.device(device)), SIZES)
     monkeypatch.setattr(model._passes, "tune", lambda path: None)
@@ -232,7 +236,9 @@ def test_buckets_hold_what_they_are_asked_to() -> None:
 
 @pytest.mark.parametrize("blocks", [1, 129])
 def test_a_blank_batch_stands_for_all_of_its_size(blocks: int) -> None:
-    """It has the graph of a batch whose sequences have so many blocks, however wide the table is."""
+    """It has the graph of a batch whose sequences have
+    so many blocks, however wide the table is.
+    """
     batches = DeviceBatches(PassSizes(64, 64, 4, 2000), BLOCK, torch.device("cpu"), graphs=True)
     blank = blank_batch(40, 3, blocks, BLOCK)
     other = replace(blank, context_lens=np.full(40, BLOCK * (blocks - 1), np.int32))

@@ -1,4 +1,6 @@
-"""``foretoken doctor`` on a command line: lines or JSON, and an exit status that says whether there is a fault."""
+"""``foretoken doctor`` on a command line: lines or JSON, and an exit
+status that says whether there is a fault.
+"""
 
 from __future__ import annotations
 

@@ -196,7 +196,9 @@ def test_sockets(tmp_path: Path) -> None:
 
 
 def test_a_drafters_name_counts_in_the_path(tmp_path: Path) -> None:
-    """The same folder does for the verifier's socket, and not for that of a drafter with a long name."""
+    """The same folder does for the verifier's socket, and
+    not for that of a drafter with a long name.
+    """
     base = Path("/tmp") / ("y" * 50)
     base.mkdir(exist_ok=True)
     try:

@@ -1,4 +1,6 @@
-"""Links over TCP: each call with and without token and certificates, and what services refuse to start."""
+"""Links over TCP: each call with and without token and
+certificates, and what services refuse to start.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,10 @@ def _class_of(kind: Any) -> Any:
 
 @asynccontextmanager
 async def answering(address: str, credentials: LinkCredentials = NO_CREDENTIALS) -> AsyncIterator[str]:
-    """Serve all calls of both services at ``address`` as verifier and drafter do; yield the address with its port."""
+    """Serve all calls of both services at ``address`` as verifier and drafter do.
+
+    Yield the address with its port.
+    """
     server = rpc.link_server(address, credentials)
     health = rpc.HealthService(server, (VERIFIER.full_name, DRAFTER.full_name))
     for service, add, base in (

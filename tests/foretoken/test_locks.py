@@ -1,4 +1,6 @@
-"""docker/locks: they agree with pyproject.toml, hold everything that is needed, and name no index."""
+"""docker/locks: they agree with pyproject.toml, hold
+everything that is needed, and name no index.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,9 @@ SEEDS = st.integers(-(2**63), 2**63 - 1)
 
 
 def compiled_row(seed: int, position: int, choice_index: int, vocab_size: int) -> np.ndarray:
-    """Return the noise of the token ids below ``vocab_size``, word by word as compiled code does."""
+    """Return the noise of the token ids below
+    ``vocab_size``, word by word as compiled code does.
+    """
     low, high = map(np.uint64, noise_key(seed))
     out = np.empty(vocab_size, np.float32)
     for token_id in range(vocab_size):
@@ -68,7 +70,8 @@ def test_literal_words_become_literal_noise(word, uniform, bits):
 
 
 def test_literal_noise_of_one_position():
-    # Words of counter (0, 0, 0, 0) and (1, 0, 0, 0) under key 0: token 1 is the published 0xE169C58D.
+    # Words of counter (0, 0, 0, 0) and (1, 0, 0, 0) under key 0: token 1
+    # is the published 0xE169C58D.
     words = noise.token_words(0, 0, 0, np.arange(6))
     assert [f"{word:08x}" for word in words[:4]] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
     expected = noise.gumbel_from_words(words)

@@ -141,7 +141,8 @@ def test_greedy_takes_the_lowest_id_of_the_best(logits, token):
     ],
 )
 def test_a_row_with_nan_or_infinity_or_nothing_else_gives_no_token(logits, is_broken, options, bias):
-    # A bias that forbids the token does not hide its logit; ids beyond the tokenizer's do not count.
+    # A bias that forbids the token does not hide its logit; ids beyond
+    # the tokenizer's do not count.
     params = SamplingParams(logit_bias=bias, **options)
     token = sample(logits, params, vocab_limit=3)
     assert token == ops.sample_reference(logits, params, prompt_ids=(0,), output_ids=(), vocab_limit=3)
@@ -246,8 +247,9 @@ def scaled(probs: np.ndarray, factors: dict[int, float]) -> np.ndarray:
 
 
 E = np.e
-# Logits are log(PROBS) + 1, with 1 and 2, 2 in the output, 0 in the prompt, and 4 as the end of sequence. All are
-# negative, since E * p < 1, so a repetition penalty of 2 multiplies them: odds p become E * p * p.
+# Logits are log(PROBS) + 1, with 1 and 2, 2 in the output, 0 in the prompt, and 4 as the end
+# of sequence. All are negative, since E * p < 1, so a repetition penalty of 2 multiplies
+# them: odds p become E * p * p.
 ENUMERATED: dict[str, tuple[SamplingParams, np.ndarray]] = {
     "plain": (BASE, PROBS),
     "temperature": (replace(BASE, temperature=0.7), PROBS ** (1 / 0.7) / (PROBS ** (1 / 0.7)).sum()),
@@ -260,8 +262,9 @@ ENUMERATED: dict[str, tuple[SamplingParams, np.ndarray]] = {
     "frequency": (replace(BASE, frequency_penalty=0.5), scaled(PROBS, {1: E**-0.5, 2: E**-1.0})),
     "repetition": (replace(BASE, repetition_penalty=2.0), scaled(PROBS, {i: E * PROBS[i] for i in (0, 1, 2)})),
     "min_tokens": (replace(BASE, min_tokens=9), only(PROBS, 0, 1, 2, 3, 5)),
-    # Odds of 1 and 2 fall by E ** -0.5 and 4 is masked; at T = 0.8 the weights are p ** 1.25; top-k leaves 0 to 3; 0.9
-    # of their mass needs all four; the least likely has more than 0.2 of what the best one has.
+    # Odds of 1 and 2 fall by E ** -0.5 and 4 is masked; at T = 0.8 the weights are p ** 1.25;
+    # top-k leaves 0 to 3; 0.9 of their mass needs all four; the least likely has more than
+    # 0.2 of what the best one has.
     "all": (
         replace(BASE, temperature=0.8, top_k=4, top_p=0.9, min_p=0.2, presence_penalty=0.5, min_tokens=9),
         only(scaled(PROBS, {1: E**-0.5, 2: E**-0.5}) ** 1.25, 0, 1, 2, 3),
@@ -346,7 +349,8 @@ def sampler_cases(draw):
 @pytest.mark.parametrize(
     "params, kept",
     [
-        # Of logits 1 and 0 the first has 1 / (1 + exp(-1)) = 0.73105857863 of the mass, the second exp(-1) of its odds.
+        # Of logits 1 and 0 the first has 1 / (1 + exp(-1)) = 0.73105857863 of the mass, the second
+        # exp(-1) of its odds.
         (replace(BASE, top_p=0.7310585786), {0}),
         (replace(BASE, top_p=0.7310585787), {0, 1}),
         (replace(BASE, min_p=0.3678794411), {0, 1}),

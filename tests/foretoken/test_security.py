@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("foretoken", "gateway", "verifier_svc", "drafter_svc", "kernels")
 BANNED_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "multiprocessing", "shelve"}
 BANNED_CALLS = {"eval", "exec", "torch.save", "yaml.load", "json_format.Parse", "json_format.ParseDict"}
-# A separate process with limits, for the error that it translates; and a load's clients, which are its own children.
+# A separate process with limits, for the error that it translates; and a load's
+# clients, which are its own children.
 ALLOWED = {
     ("foretoken/commands/convert_worker.py", "import pickle"),
     ("foretoken/bench/load.py", "import multiprocessing"),

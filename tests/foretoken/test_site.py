@@ -39,6 +39,7 @@ def test_links_lead_to_pages_of_the_site(page: str, link: str, on_the_site: str)
     [
         ("docs/decisions/0006-new-requests-wait.md", {"boost": HISTORY_BOOST}),
         ("CHANGELOG.md", {"boost": HISTORY_BOOST}),
+        ("docs/changelog-gateway.md", {"boost": HISTORY_BOOST}),
         ("docs/tune.md", {}),
         ("README.md", {}),
         ("examples/openai_stream.py", {"exclude": True}),

@@ -52,7 +52,10 @@ def written(path: Path, choice: LimitedCandidate, *words: str) -> Given:
 
 
 def started(path: Path, choice: LimitedCandidate, *words: str) -> Any:
-    """Return the settings of the stack that ``serve`` starts with the file; they are checked as at a start."""
+    """Return the settings of the stack that ``serve`` starts with the file.
+
+    They are checked as at a start.
+    """
     ports = ("--port", free_port(), "--grpc-port", free_port())
     words = tuple(words) + ports
     return stack_settings(written(path, choice, *words), path.parent)

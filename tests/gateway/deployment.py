@@ -55,7 +55,8 @@ class Deployment:
         awaits_drafters: bool = False,
         drafters: Sequence[str] = (),
     ) -> ScriptedVerifier:
-        """Start a new verifier at address ``number``, and wait for its session if the gateway knows it.
+        """Start a new verifier at address ``number``, and wait
+        for its session if the gateway knows it.
 
         With ``queue_room`` it has no heartbeats. ``drafters``: names in place of ``ngram`` alone.
         """

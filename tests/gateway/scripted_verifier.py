@@ -76,10 +76,12 @@ class Player:
         self._send(verifier_pb2.SessionResponse(tokens=[message]))
 
     async def taken(self) -> None:
-        """Wait until the gateway's reader has all tokens, so that the next message makes a delta of its own.
+        """Wait until the gateway's reader has all tokens, so that
+        the next message makes a delta of its own.
 
-        The gateway merges what arrives before its reader looks, which on a busy machine may be any
-        two messages. Return too when nobody reads any more, or if the gateway runs in another process.
+        The gateway merges what arrives before its reader looks, which on a busy machine
+        may be any two messages. Return too when nobody reads any more, or if the
+        gateway runs in another process.
         """
         if self._gateway is None:
             await asyncio.sleep(0)
@@ -88,7 +90,9 @@ class Player:
             await asyncio.sleep(LOOK_S)
 
     def _is_unread(self, gateway: Gateway) -> bool:
-        """Whether tokens are on their way, or wait for a reader of this sequence's output."""
+        """Return whether tokens are on their way, or
+        wait for a reader of this sequence's output.
+        """
         for generation, _, _ in gateway.core.running._running.values():
             for output in generation.outputs:
                 spec = output.spec
@@ -97,7 +101,7 @@ class Player:
         return False
 
     def _is_coming(self, output: Output) -> bool:
-        """Whether some tokens have not reached an output that still takes them."""
+        """Return whether some tokens have not reached an output that still takes them."""
         return not output.ended and output.error is None and len(output.token_ids) < self.num_tokens
 
     def finish(
@@ -128,7 +132,10 @@ class Player:
 
 
 def _waits_for_reader(generation: Generation, output: Output) -> bool:
-    """Whether an output has news that its reader has not seen; one that wants the whole leaves it there."""
+    """Return whether an output has news that its reader has not seen.
+
+    One that wants the whole leaves it there.
+    """
     return output.index in generation._news._changed
 
 

@@ -41,7 +41,7 @@ def _authority(tmp_path: Path) -> Authority:
 
 @pytest.fixture(name="own")
 def _own(authority: Authority) -> Issued:
-    """The server's certificate."""
+    """Return the server's certificate."""
     return authority.issue("server")
 
 

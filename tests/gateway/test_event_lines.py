@@ -1,4 +1,6 @@
-"""A stream's events reach clients that end lines at more than newlines, such as httpx.Response.iter_lines."""
+"""A stream's events reach clients that end lines at more than
+newlines, such as httpx.Response.iter_lines.
+"""
 
 from __future__ import annotations
 

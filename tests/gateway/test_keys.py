@@ -56,7 +56,9 @@ def settings(settings: GatewaySettings, key_file: Path) -> GatewaySettings:
 
 
 def test_a_given_key_that_the_file_has_too_is_the_files(key_file: Path) -> None:
-    """FORETOKEN_API_KEY holds a client's key, and a server started in the same terminal reads it as well."""
+    """FORETOKEN_API_KEY holds a client's key, and a server
+    started in the same terminal reads it as well.
+    """
     caller = Keyring([OWN, BOB], key_file).find(BOB.encode())
     assert caller is not None and caller.key is not None
     assert (caller.key.name, caller.key.requests_per_minute) == ("bob", 2)

@@ -1,4 +1,6 @@
-"""The gateway and a verifier over TCP: its link token, and what it says of one that wants other credentials."""
+"""The gateway and a verifier over TCP: its link token, and what it
+says of one that wants other credentials.
+"""
 
 from __future__ import annotations
 

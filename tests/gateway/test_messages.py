@@ -26,7 +26,9 @@ def client(stack: Stack) -> anthropic.AsyncAnthropic:
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """Return a stream's events without pings, each valid in Anthropic's types and named by its type."""
+    """Return a stream's events without pings, each valid in
+    Anthropic's types and named by its type.
+    """
     blocks = text.split("\n\n")
     assert blocks.pop() == ""
     found = []

@@ -1,4 +1,6 @@
-"""A request's trace shows when it had no verifier: before it began, and after its verifier was lost."""
+"""A request's trace shows when it had no verifier: before it
+began, and after its verifier was lost.
+"""
 
 from __future__ import annotations
 

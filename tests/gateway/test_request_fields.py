@@ -1,4 +1,6 @@
-"""Fields that clients of vLLM, SGLang and OpenAI send: what is taken, ignored with a warning, refused."""
+"""Fields that clients of vLLM, SGLang and OpenAI send: what
+is taken, ignored with a warning, refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""SGLang's routes beside /generate: information, flushes, aborts and a health check that generates."""
+"""SGLang's routes beside /generate: information, flushes,
+aborts and a health check that generates.
+"""
 
 from __future__ import annotations
 

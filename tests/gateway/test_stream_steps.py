@@ -1,4 +1,6 @@
-"""What a stream's client gets: a step in one write while it reads, one merged chunk when it lags."""
+"""What a stream's client gets: a step in one write while
+it reads, one merged chunk when it lags.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ MANY = 10_000
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Every part that was written without the answer's task, in order."""
+    """Return every part that was written without the answer's task, in order."""
     parts: list[bytes] = []
     write_part = HttpProtocol.write_part
 
@@ -149,7 +151,10 @@ async def test_chunks_that_wait_for_a_slow_reader_are_merged(stack: Stack) -> No
 async def test_a_script_waits_for_a_reader_that_is_late(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    """Tests that count chunks rely on it; where a client wants the whole, no chunk is waited for."""
+    """Tests that count chunks rely on it.
+
+    Where a client wants the whole, no chunk is waited for.
+    """
 
     def add_late(news: News, output: Output) -> None:
         if not news:
@@ -224,3 +229,27 @@ async def test_the_bytes_of_chunks(stack: Stack, usage: dict[str, bool] | None) 
     choice = f'{{"index":0,"delta":{{"content":{shown}}},"logprobs":null,"finish_reason":null}}'
     assert first == f'data: {{{envelope},"choices":[{choice}]{tail}}}'
     assert json.loads(role.removeprefix("data: "))["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+async def test_a_step_whose_text_waits_sends_a_chunk_without_text(stack: Stack, is_chat: bool) -> None:
+    """A character's bytes may take several steps; the stream must not seem to pause meanwhile."""
+    ids = stack.ids("\u2603")
+    assert len(ids) > 1, "the demo's vocabulary has no snowman"
+
+    async def play(player: Player) -> None:
+        for token_id in ids:
+            player.tokens([token_id])
+            await player.taken()
+        player.finish(LENGTH)
+
+    stack.verifier.script = play
+    body = {"stream": True, "max_tokens": len(ids), "temperature": 0}
+    if is_chat:
+        answer = await stack.http.post(CHAT_URL, json=body | {"messages": [{"role": "user", "content": "s"}]})
+        _, *deltas = [event["choices"][0]["delta"] for event in events(answer.text)]
+        texts = [delta.get("content") for delta in deltas]
+    else:
+        answer = await stack.http.post(URL, json=body | {"prompt": [5]})
+        texts = [event["choices"][0]["text"] for event in events(answer.text)]
+    assert texts[: len(ids)] == [""] * (len(ids) - 1) + ["\u2603"]

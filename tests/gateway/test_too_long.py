@@ -1,4 +1,6 @@
-"""A prompt that cannot fit, and a body too large to read, are answered so that clients understand."""
+"""A prompt that cannot fit, and a body too large to read,
+are answered so that clients understand.
+"""
 
 from __future__ import annotations
 

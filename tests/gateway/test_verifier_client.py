@@ -181,7 +181,9 @@ async def test_a_restarted_verifier_is_found_again(tmp_path: Path) -> None:
 
 
 async def test_the_end_of_a_client_that_just_connects_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC takes a cancellation for its own while it prepares a call, and then reports why the call failed."""
+    """gRPC takes a cancellation for its own while it prepares a
+    call, and then reports why the call failed.
+    """
     reading, again = asyncio.Event(), asyncio.Event()
 
     class Call:

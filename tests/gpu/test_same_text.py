@@ -2,8 +2,8 @@
 
 A GPU's matrix products round in another order, so near-ties could differ; the fitted targets have
 none. In strict mode a GPU's text with a drafter equals its own plain decode, bit for bit, in
-bfloat16 and float16 too. Without a GPU a short case of each kind runs in Triton's interpreter; strict mode's
-case is in tests/verifier_svc.
+bfloat16 and float16 too. Without a GPU a short case of each kind runs in Triton's interpreter;
+strict mode's case is in tests/verifier_svc.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ def test_a_short_text_of_overlapped_steps(targets: Targets, kind: str, num_steps
 def test_a_short_text_with_lookups_in_overlapped_steps(
     targets: Targets, algorithms: tuple[str, ...], num_steps: int, device: str
 ) -> None:
-    """The client predicts the text with two wrong tokens; beside it another request drafts with the model."""
+    """The client predicts the text with two wrong tokens.
+
+    Beside it another request drafts with the model.
+    """
     target = targets["llama"]
     greedy = SamplingParams(temperature=0.0, max_tokens=14)
     request = Request(text(1, 20), greedy, speculation=SpeculationOptions(drafter="ngram"))

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Installs each file of a release, a wheel or an sdist, into an empty environment of its own, at the versions of
-# constraints.txt, and tries it from another folder. The arguments: a Python, and the files.
+# Installs each file of a release, a wheel or an sdist, into an empty environment of its
+# own, at the versions of constraints.txt, and tries it from another folder. The
+# arguments: a Python, and the files.
 # Variables: TORCH_INDEX as in docker/install_torch.sh; by default the Makefile's.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)

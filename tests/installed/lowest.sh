@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds sdist and wheel, installs the wheel into an empty environment with the lowest versions of everything that
-# pyproject.toml names, and tries it from another folder. The argument: a Python that has pip and hatchling.
+# Builds sdist and wheel, installs the wheel into an empty environment with the lowest versions of
+# everything that pyproject.toml names, and tries it from another folder. The argument: a Python
+# that has pip and hatchling.
 # Variables: TORCH_INDEX as in the Makefile.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -20,8 +21,8 @@ wheel=$(echo "$work"/wheel/*.whl)
 "$python" -m venv "$work/lowest"
 lowest=$work/lowest/bin/python
 
-# A CPU build: only PyTorch's own index has that of the lowest version. Elsewhere it is the version of constraints.txt,
-# as pip finds it on this machine.
+# A CPU build: only PyTorch's own index has that of the lowest version. Elsewhere it is the version
+# of constraints.txt, as pip finds it on this machine.
 index=${TORCH_INDEX:-$(sed -n 's/^TORCH_INDEX ?= //p' Makefile)}
 torch=$(sed -n 's/^ *"torch>=\([0-9.]*\).*/\1/p' pyproject.toml)
 if "$python" -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=10)' "$index/torch/" 2> /dev/null; then

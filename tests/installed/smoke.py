@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 
 PACKAGES = ("foretoken", "gateway", "verifier_svc", "drafter_svc", "protos", "foretoken_kernels")
-# Extras, which are not installed. Only modules for a GPU, for Ray, KV events or spans may want them.
+# Extras, which are not installed. Only modules for a GPU, for Ray, KV
+# events or spans may want them.
 EXTRAS = ("triton", "cuda", "flashinfer", "ray", "zmq", "msgspec", "opentelemetry.exporter.otlp")
 COMMANDS = {
     "": (

@@ -25,7 +25,8 @@ ENVIRONMENT = child_environment()
 SERVICES = ("gateway", "verifier", "drafter")
 # The supervisor's names where they differ.
 ANNOUNCED = {"drafter": "drafter ngram"}
-# Drafts of an exact shape are verified whether they pay or not: on a busy machine they may never pay.
+# Drafts of an exact shape are verified whether they pay or not: on a
+# busy machine they may never pay.
 EXACT = {"shape": {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}}
 # A stream that outlasts its drafter's death and return: its repeating text makes n-grams hit.
 LONG: dict[str, Any] = {

@@ -166,7 +166,8 @@ async def test_two_hundred_at_once_over_a_queue_of_32(stack: Stack) -> None:
     # The first burst has allocated what such a burst needs.
     assert grown < 16 << 20
     await assert_free(stack)
-    # The gateway refuses at its own limit, the verifier at its queue's: how many each, their speeds decide.
+    # The gateway refuses at its own limit, the verifier at its queue's: how
+    # many each, their speeds decide.
     lines = lines_of_requests(stack)
     assert Counter(line["outcome"] for line in lines)["resource_exhausted"] > 0
     assert {line["outcome"] for line in lines if line["message"] == "request refused"} <= {"resource_exhausted"}

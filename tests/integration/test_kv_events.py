@@ -1,4 +1,6 @@
-"""``foretoken serve --kv-events``: who follows the events knows the prefixes that the verifier holds."""
+"""``foretoken serve --kv-events``: who follows the events
+knows the prefixes that the verifier holds.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def test_a_subscriber_follows_requests_a_flush_and_a_restart(checkpoint: Path, t
             return http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
         def holds(num_blocks: int, follower: Subscriber = subscriber) -> bool:
-            """Return whether so many are known; an event may be published after its request's answer."""
+            """Return whether so many are known.
+
+            An event may be published after its request's answer.
+            """
             follower.catch_up()
             return len(follower.index.contents) == num_blocks
 

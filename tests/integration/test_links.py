@@ -1,4 +1,6 @@
-"""Gateway, verifier and drafter as processes that meet over TCP, guarded by a token or by certificates."""
+"""Gateway, verifier and drafter as processes that meet over
+TCP, guarded by a token or by certificates.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,10 @@ def ask(client: httpx.Client, **more: Any) -> dict[str, Any]:
 
 
 def is_drafted(client: httpx.Client, plain: list[int]) -> bool:
-    """Return whether tokens come from the drafter; how much is drafted depends on this machine's costs now."""
+    """Return whether tokens come from the drafter.
+
+    How much is drafted depends on this machine's costs now.
+    """
     answer = ask(client, prediction=plain)
     assert answer["output_ids"] == plain
     return bool(answer["meta_info"]["spec_accept_token_num"] > 0)

@@ -1,4 +1,6 @@
-"""A head with random weights in the demo stack: the text stays, a line and a gauge say that it is useless."""
+"""A head with random weights in the demo stack: the text stays, a
+line and a gauge say that it is useless.
+"""
 
 from __future__ import annotations
 

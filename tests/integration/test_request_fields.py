@@ -1,4 +1,6 @@
-"""Fields of vLLM and SGLang through the whole stack: the model must follow, with drafts and without."""
+"""Fields of vLLM and SGLang through the whole stack: the
+model must follow, with drafts and without.
+"""
 
 from __future__ import annotations
 

@@ -212,7 +212,8 @@ async def test_a_verifier_that_dies_or_stops_is_replaced_and_every_answer_is_the
     texts = expected["three choices that stop apart, streamed"].texts
     assert len({len(text) for text in texts.values()}) == 3
     assert expected["grpc"]["steps"] == len(expected["grpc"]["ids"]) - 1
-    # Where other work keeps the cores busy, an answer may be over before these clients have read its start.
+    # Where other work keeps the cores busy, an answer may be over before these
+    # clients have read its start.
     resumed = False
     while not resumed:
         verifier = stack.service("verifier")

@@ -61,7 +61,9 @@ def test_ps_shows_each_service_by_its_words(stack: Stack) -> None:
 
 @pytest.mark.slow
 def test_a_server_with_keys_and_certificates_starts_and_reloads(checkpoint: Path, tmp_path: Path) -> None:
-    """The supervisor sees it ready, only the gateway gets the key, and SIGHUP reaches the gateway."""
+    """The supervisor sees it ready, only the gateway gets
+    the key, and SIGHUP reaches the gateway.
+    """
     own, secret, keys = "own-secret", "a tenant's secret", tmp_path / "keys.toml"
     authority = Authority(tmp_path)
     server = authority.issue("server")

@@ -1,4 +1,6 @@
-"""A repository of vLLM's speculators alone sets up target and drafter, from a folder and from a hub."""
+"""A repository of vLLM's speculators alone sets up target
+and drafter, from a folder and from a hub.
+"""
 
 from __future__ import annotations
 

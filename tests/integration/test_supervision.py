@@ -67,7 +67,8 @@ def is_unused(info: Any) -> bool:
 def test_a_killed_gateway_frees_its_requests_at_the_verifier(stack: Stack) -> None:
     folder = stack.runtime_folder()
     before = verifier_info(folder)
-    # The figures of one answer are of slightly different moments, and the last test's requests may just have ended.
+    # The figures of one answer are of slightly different moments, and the last test's
+    # requests may just have ended.
     wait_until(lambda: is_unused(verifier_info(folder)), stack)
 
     def read() -> None:

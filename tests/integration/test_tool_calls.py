@@ -41,7 +41,7 @@ def _num_attached(stack: Stack) -> int:
 
 @pytest.fixture
 def chats(stack: Stack) -> Iterator[Any]:
-    """The SDK's chat completions. Any: its types have no room for fields of a dictionary."""
+    """Return the SDK's chat completions. Any: its types have no room for fields of a dictionary."""
     with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", timeout=None) as client:
         yield client.chat.completions
 

@@ -1,4 +1,6 @@
-"""``foretoken top`` beside a loaded stack: it prints what ``/metrics`` says, and what clients got."""
+"""``foretoken top`` beside a loaded stack: it prints what
+``/metrics`` says, and what clients got.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ DRAFTERS = {"eagle3": f"algorithm=EAGLE3,model={DEMO / 'eagle3'}", "ngram": "alg
 # Always drafts, however busy the machine is.
 SHAPE = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
 NUM_REQUESTS = 8
-# The second look lasts as long as the load: on a busy machine longer than `top` waits for an answer.
+# The second look lasts as long as the load: on a busy machine longer
+# than `top` waits for an answer.
 PATIENT_FORETOKEN = """
 from foretoken.cli import main
 from foretoken.commands import gateway_reader
@@ -67,7 +70,9 @@ def ask(stack: Stack, number: int) -> int:
 
 
 class Between:
-    """Stands between ``foretoken top`` and a stack, loads it between two looks, and keeps what it showed."""
+    """Stands between ``foretoken top`` and a stack, loads it
+    between two looks, and keeps what it showed.
+    """
 
     def __init__(self, stack: Stack) -> None:
         # The texts of /metrics.
@@ -88,14 +93,18 @@ class Between:
         return answer
 
     def _shows_all(self, text: str) -> bool:
-        """Return whether the verifier's figures are in these metrics, and all requests that were sent."""
+        """Return whether the verifier's figures are in these
+        metrics, and all requests that were sent.
+        """
         if not self.seen:
             return "foretoken_engine_generated_tokens_total{" in text
         expected = {"request_success_total": NUM_REQUESTS, "engine_generated_tokens_total": self.num_tokens}
         return all(summed(text, name) - summed(self.seen[0], name) >= least for name, least in expected.items())
 
     def rise(self, name: str, *labels: str) -> float:
-        """Return how far a metric's samples rose between the two looks; ``labels`` as they are written."""
+        """Return how far a metric's samples rose between the
+        two looks; ``labels`` as they are written.
+        """
         before, after = self.seen
         return summed(after, name, *labels) - summed(before, name, *labels)
 
@@ -176,7 +185,7 @@ def test_the_printed_figures_are_those_of_metrics_and_of_the_clients(stack: Stac
 
 
 def check_rates(text: str, counts: dict[str, float], seconds: float) -> None:
-    """Rates and seconds have one digit after the point."""
+    """Assert that rates and seconds have one digit after the point."""
     rates = {name: float(rate) for name, rate in (part.split() for part in text.split(", "))}
     assert rates.keys() == counts.keys()
     for name, rate in rates.items():
@@ -199,7 +208,9 @@ def check_drafter(words: list[str], name: str, between: Between) -> None:
 
 
 def check_step(text: str, between: Between) -> None:
-    """All parts of a step together are at most the step, and two of them are as counted."""
+    """Assert that all parts of a step together are at most
+    the step, and two of them are as counted.
+    """
     times = {name: float(time) for name, time in (part.rsplit(" ", 1) for part in text.split(", "))}
     num_steps = between.rise("engine_steps_total")
 

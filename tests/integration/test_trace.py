@@ -30,7 +30,8 @@ def request_that_loses_its_verifier(
     fields = {"prediction": {"type": "content", "content": LONG["prompt"]}}
     with running(checkpoint, log, "--otlp-traces-endpoint", endpoint) as stack:
         num_asked, figures = 0, {"num_resumes": 0, "num_accepted_draft_tokens": 0}
-        # On a busy machine the answer may be complete first, or the rest before its drafter is back.
+        # On a busy machine the answer may be complete first, or the
+        # rest before its drafter is back.
         while figures["num_resumes"] != 1 or not figures["num_accepted_draft_tokens"]:
             verifier = stack.service("verifier")
             chunks = stream(stack.url, **fields)

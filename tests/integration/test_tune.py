@@ -50,7 +50,8 @@ def test_a_tuned_server_starts_with_the_file_and_answers(tmp_path: Path) -> None
     assert set(found["tokens_per_s"]) == {"1", "2"}
     for measured in found["tokens_per_s"].values():
         assert set(measured) == tried and all(rate > 0 for rounds in measured.values() for rate in rounds)
-    # The better part is measured for longer; the one left out may be measured again if it wins elsewhere.
+    # The better part is measured for longer; the one left out may be
+    # measured again if it wins elsewhere.
     for batch in (1, 2):
         assert f"{batch} at once, rung 2 of 2: 4 candidates measured" in result.stderr
     assert found["num_rounds"] <= 0.5 * 5 * len(tried) * 2
@@ -76,7 +77,10 @@ def test_a_running_server_is_tuned_within_its_flags(tmp_path: Path) -> None:
         plain = text_of(completion(stack, speculative={"enabled": False}))
 
         def is_drafted() -> bool:
-            """Return whether drafts have this shape; a drafter that is late on a busy machine is not waited for."""
+            """Return whether drafts have this shape.
+
+            A drafter that is late on a busy machine is not waited for.
+            """
             answer = completion(stack, speculative=speculative)
             assert text_of(answer) == plain
             figures = answer["metrics"]["speculative_decoding"]

@@ -49,7 +49,10 @@ def test_short_contexts(kernel: Attention, heads: Heads, block_size: int, dtype:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_scores_may_be_larger_than_float16(kernel: Attention, device: str) -> None:
-    """Products of queries and keys reach 1e6; one position gets all the weight, the masked get none."""
+    """Products of queries and keys reach 1e6.
+
+    One position gets all the weight, the masked get none.
+    """
     made = case([prefill(40, 3), *random_trees(1, 90, 3)], (4, 2, 64), 16, device, torch.float16, kernel=kernel)
     made.query.mul_(300)
     made.keys.mul_(300)

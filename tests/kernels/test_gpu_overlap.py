@@ -139,7 +139,10 @@ def test_rows(widths: list[int], nodes: int, words: int, seed: int, device: str)
 
 
 def share(state: State, scores: torch.Tensor, widths: list[int], num_rows: int) -> list[int]:
-    """Divide rows with the kernel and the reference, which must agree; return the rows of each sequence."""
+    """Divide rows with the kernel and the reference, which must agree.
+
+    Return the rows of each sequence.
+    """
     most = torch.tensor(widths, dtype=torch.int32, device=scores.device)
     expected = torch.full_like(state.rows.row_starts, 77)
     copy = expected.clone()
@@ -184,7 +187,9 @@ def test_the_best_nodes_of_the_batch_get_the_rows(device: str) -> None:
 
 
 def test_slower_sequences_count_more(device: str) -> None:
-    """At the same scores the slowest ones get the rows; a chance that is worse by less than the rates' squares, too."""
+    """At the same scores the slowest ones get the rows; a chance that is
+    worse by less than the rates' squares, too.
+    """
     state = state_of(np.random.default_rng(4), [4] * 4, 4, 1, device)
     state.batch.num_left.fill_(9)
     state.batch.joined.fill_(STEP - 64)

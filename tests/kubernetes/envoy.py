@@ -33,7 +33,8 @@ def _cluster(name: str, addresses: list[str], health: dict[str, Any], protocol: 
     return {
         "name": name,
         "type": "STATIC",
-        # In turn: by least requests a retry would choose a gateway again that has just ended, and has none.
+        # In turn: by least requests a retry would choose a gateway again that
+        # has just ended, and has none.
         "lb_policy": "ROUND_ROBIN",
         "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
         "health_checks": [check | health],
@@ -51,9 +52,12 @@ def _cluster(name: str, addresses: list[str], health: dict[str, Any], protocol: 
 
 
 def config(port: int, admin_port: int, rest: list[str], grpc: list[str]) -> dict[str, Any]:
-    """Return a configuration: by the destination's header if there is one, gRPC by h2c, the rest by HTTP/1."""
-    # A refusal that a gateway sends before it begins may be tried again, and a request whose connection ended before
-    # any answer: a gateway that drains closes kept connections. An answer that has begun never is.
+    """Return a configuration: by the destination's header if there
+    is one, gRPC by h2c, the rest by HTTP/1.
+    """
+    # A refusal that a gateway sends before it begins may be tried again, and a request whose
+    # connection ended before any answer: a gateway that drains closes kept connections. An answer
+    # that has begun never is.
     retries = {
         "retry_on": "connect-failure,refused-stream,reset,retriable-status-codes,unavailable",
         "retriable_status_codes": [503],

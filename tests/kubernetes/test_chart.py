@@ -1,4 +1,6 @@
-"""The chart, rendered by Helm: what it says agrees with the schemas, with itself and with the services."""
+"""The chart, rendered by Helm: what it says agrees with the
+schemas, with itself and with the services.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Envoy in front of two gateways and three verifiers: clients see no error, whatever ends behind it."""
+"""Envoy in front of two gateways and three verifiers:
+clients see no error, whatever ends behind it.
+"""
 
 from __future__ import annotations
 
@@ -185,7 +187,10 @@ class Load:
         self._is_over = False
 
     async def run(self, expected: dict[int, str]) -> None:
-        """Ask with every seed by both ways at once, until ``end``; each answer must be the expected text."""
+        """Ask with every seed by both ways at once, until ``end``.
+
+        Each answer must be the expected text.
+        """
         async with asyncio.TaskGroup() as group:
             for seed, text in expected.items():
                 for way in self._asks:

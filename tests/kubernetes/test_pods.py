@@ -1,4 +1,6 @@
-"""The rendered command lines and probes, run as processes of this machine in the order of their pods."""
+"""The rendered command lines and probes, run as processes of
+this machine in the order of their pods.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,8 @@ def test_the_rendered_pods_start_serve_and_end(tmp_path: Path, routing: str) -> 
     values = LEAST | {"access": {"insecure": True}} if routing == "gateways" else POOL
     of = dict(pods(render(values)))
     with machine(tmp_path) as here:
-        # Pods of one kind at a time: sidecars first, each one's start awaited where it has a probe for that.
+        # Pods of one kind at a time: sidecars first, each one's start awaited
+        # where it has a probe for that.
         parts = [(name, part, pod) for pod in of.values() for name, part in containers(pod).items() if "args" in part]
         parts.sort(key=lambda part: ("drafter" not in part[0], part[0] != "verifier"))
         assert [name for name, *_ in parts] == ["drafter-ngram", "verifier", "gateway"]

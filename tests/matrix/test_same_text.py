@@ -196,7 +196,8 @@ def test_prefix_hits(targets: Targets, plain: Plain, kind: str, temperature: flo
     for case in cases(target, temperature, kind):
         if case.field == "prompt logprobs":
             continue  # They take no prefix from the cache.
-        # Another text begins with the same prompt; its tokens are in the drafter's history and both caches.
+        # Another text begins with the same prompt; its tokens are in the
+        # drafter's history and both caches.
         first = replace(case.requests[0], sampling=SamplingParams(seed=99, max_tokens=20), matcher=None)
         harness.run([first])
         keys = submit(harness, case)
@@ -209,7 +210,9 @@ def test_prefix_hits(targets: Targets, plain: Plain, kind: str, temperature: flo
 @pytest.mark.slow
 @pytest.mark.parametrize("of_drafters", [torch.float16, torch.float32])
 def test_a_mixed_batch_in_float16(targets: Targets, plain: Plain, kind: str, of_drafters: torch.dtype) -> None:
-    """The target runs in float16; drafters too, or in another type, which converts what they share."""
+    """The target runs in float16; drafters too, or in
+    another type, which converts what they share.
+    """
     target, drafters = targets.of_kind(kind, ModelPlacement(dtype=of_drafters))
     expected = plain.results(target, 1.0, "float16")
     harness = target.harness(drafters, dtype="float16", chunk_tokens=24)

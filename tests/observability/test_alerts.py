@@ -1,4 +1,6 @@
-"""The rules and the configuration of the profile `observability`, checked by Prometheus' own tool."""
+"""The rules and the configuration of the profile
+`observability`, checked by Prometheus' own tool.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Spans go through a collector that is not ours; and the profile's own collector, as far as it can be checked.
+"""Spans go through a collector that is not ours; and the profile's
+own collector, as far as it can be checked.
 
 The container `otel-collector` was not run here, for want of its image. Rotel is another collector
 that speaks OTLP: it decodes what arrives, batches it, and sends it on.

@@ -62,7 +62,10 @@ def prometheus(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @contextmanager
 def scraping(port: int, folder: Path) -> Iterator[str]:
-    """Run Prometheus with the profile's configuration, but for the target and a shorter interval; yield its URL."""
+    """Run Prometheus with the profile's configuration, but for the target and a shorter interval.
+
+    Yield its URL.
+    """
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("needs prometheus (on Debian: apt-get install prometheus)")

@@ -1,4 +1,6 @@
-"""``foretoken top`` computes what Prometheus answers to the dashboard's queries, here as promtool evaluates them."""
+"""``foretoken top`` computes what Prometheus answers to the dashboard's
+queries, here as promtool evaluates them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ PANELS = {
 }
 OF_V = 'verifier="v"'
 OF_D = 'drafter="d",verifier="v"'
-# By sample: what it was, and 10 seconds later. Nothing begins at zero: there Prometheus extrapolates otherwise.
+# By sample: what it was, and 10 seconds later. Nothing begins at zero: there Prometheus
+# extrapolates otherwise.
 SAMPLES = {
     f"engine_generated_tokens_total{{{OF_V}}}": (1000, 1300),
     f"engine_prompt_tokens_total{{{OF_V}}}": (500, 570),

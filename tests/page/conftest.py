@@ -1,4 +1,7 @@
-"""Fixtures: Chromium, and the page of a real gateway in it. The page may write nothing to the console."""
+"""Fixtures: Chromium, and the page of a real gateway in it.
+
+The page may write nothing to the console.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ REFUSED = "Failed to load resource: the server responded with a status of {statu
 
 
 class Opened:
-    """The page, open in a browser. ``refused``: statuses of calls that the test expects to be refused."""
+    """The page, open in a browser.
+
+    ``refused``: statuses of calls that the test expects to be refused.
+    """
 
     def __init__(self, page: Page) -> None:
         self.page = page

@@ -1,4 +1,6 @@
-"""The page at / in Chromium, on a scripted verifier: type, stream, stop, compare, errors, keys, operator."""
+"""The page at / in Chromium, on a scripted verifier: type,
+stream, stop, compare, errors, keys, operator.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ TEXT = "def add(first, second):\n    return first + second"
 
 
 def drafted(stack: Stack, text: str = TEXT) -> Any:
-    """Return a script of steps of four tokens, three of them drafts, or of one for a plain request."""
+    """Return a script of steps of four tokens, three of
+    them drafts, or of one for a plain request.
+    """
     ids = stack.ids(text)
     parts = [ids[:1], *(ids[start : start + 4] for start in range(1, len(ids), 4))]
 
@@ -375,7 +379,10 @@ class TestAccessibility:
             await self.check_sideways(opened, table)
 
     async def check_sideways(self, opened: Opened, table: str) -> None:
-        """A table that is wider than the page says so: in words, and by a shadow on the side where more is."""
+        """Assert that a table that is wider than the page says so.
+
+        It says so in words, and by a shadow on the side where more is.
+        """
         page = opened.page
         region = page.locator(table)
         words = page.locator(f"{table}-hint")

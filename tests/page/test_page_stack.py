@@ -1,4 +1,6 @@
-"""The page of a whole stack: a drafter is killed while the page streams, and the text stays the same."""
+"""The page of a whole stack: a drafter is killed while the
+page streams, and the text stays the same.
+"""
 
 from __future__ import annotations
 

@@ -84,7 +84,10 @@ def _add_node(cluster: Any, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def ray_cluster(num_nodes: int) -> Iterator[RayCluster]:
-    """Start a head and ``num_nodes`` nodes, and connect to them; end all of them after the block."""
+    """Start a head and ``num_nodes`` nodes, and connect to them.
+
+    End all of them after the block.
+    """
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
     import ray

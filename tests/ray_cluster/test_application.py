@@ -1,4 +1,6 @@
-"""The Ray Serve application under load: nodes die, verifiers come and go, and a new head is rolled out."""
+"""The Ray Serve application under load: nodes die, verifiers
+come and go, and a new head is rolled out.
+"""
 
 from __future__ import annotations
 

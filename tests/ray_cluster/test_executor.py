@@ -1,4 +1,6 @@
-"""``foretoken serve --executor ray`` on a cluster: a node dies under load, and nothing is left at the end."""
+"""``foretoken serve --executor ray`` on a cluster: a node dies
+under load, and nothing is left at the end.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,10 @@ async def test_streams_outlive_a_node_and_a_fresh_one_is_taken_in(cluster: RayCl
 
 
 async def _until_up(port: int, count: int, other_than: set[str] | None = None) -> set[str]:
-    """Wait until so many verifiers are up, not all of them those of before; return their addresses."""
+    """Wait until so many verifiers are up, not all of them those of before.
+
+    Return their addresses.
+    """
     deadline = time.monotonic() + PATIENCE_S
     found: set[str] = set()
     async with httpx.AsyncClient(trust_env=False) as client:

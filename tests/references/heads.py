@@ -125,7 +125,9 @@ class ReferenceHead:
 
 
 class ReferenceEagle(ReferenceHead):
-    """EAGLE and EAGLE-2: fc over embedding and state, one layer without first norm, target's head."""
+    """EAGLE and EAGLE-2: fc over embedding and state, one
+    layer without first norm, target's head.
+    """
 
     def prepare(self) -> None:
         self.tensors = {name.removeprefix("model."): tensor for name, tensor in self.tensors.items()}

@@ -30,7 +30,10 @@ class Authority:
         )
 
     def issue(self, name: str, *, names: str = LOCAL, days: int = 2, usage: str = "serverAuth,clientAuth") -> Issued:
-        """Sign a certificate. ``names``: its alternative names; ``days``: negative for one that has expired."""
+        """Sign a certificate.
+
+        ``names``: its alternative names; ``days``: negative for one that has expired.
+        """
         key, chain, request = self._new_key(name), self._folder / f"{name}.pem", self._folder / f"{name}.csr"
         extensions = self._folder / f"{name}.ext"
         extensions.write_text(f"subjectAltName={names}\nextendedKeyUsage={usage}\n")

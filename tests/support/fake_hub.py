@@ -56,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
     server: FakeHub
 
     def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
+        """Log nothing."""
 
     def do_HEAD(self) -> None:
         self.do_GET()

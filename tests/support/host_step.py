@@ -224,7 +224,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         return not self._is_stuck(self.number - len(self._unread) + 1, self._num_releases)
 
     def wait(self) -> None:
-        """Results are there."""
+        """Do nothing: results are there."""
 
     def receive(self) -> list[BatchRowResult]:
         return [
@@ -345,7 +345,10 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
 
 
 def _walk(part: Scheduled, first_row: int, logits: torch.Tensor, masks: TreeMasks | None) -> WalkResult:
-    """Walk a part's tree. With masks: as a device does, which does not know where they come from."""
+    """Walk a part's tree.
+
+    With masks: as a device does, which does not know where they come from.
+    """
     sequence = part.sequence
     tree = part.tree or DraftTree.root_only(sequence.tokens[-1])
     if masks is ENDED:

@@ -1,4 +1,5 @@
-"""Follows a verifier's KV events as a router does: rebuilds the index of prefixes, replays what is lost.
+"""Follows a verifier's KV events as a router does: rebuilds the
+index of prefixes, replays what is lost.
 
 It knows nothing of how the verifier hashes: it finds prefixes by their tokens and their salt.
 """
@@ -22,7 +23,8 @@ class PrefixIndex:
     """The blocks that one verifier holds, by content."""
 
     def __init__(self) -> None:
-        # A block's hash by its content: the hash before it (None: it starts a chain), salt and tokens.
+        # A block's hash by its content: the hash before it (None: it
+        # starts a chain), salt and tokens.
         self.hashes: dict[tuple[int | None, str | None, tuple[int, ...]], int] = {}
         self.contents: dict[int, tuple[int | None, str | None, tuple[int, ...]]] = {}
         self.block_size = 0
@@ -41,7 +43,9 @@ class PrefixIndex:
                 raise AssertionError(f"no event of vLLM: {kind}")
 
     def num_found(self, tokens: Sequence[int], salt: str | None) -> int:
-        """Return how many blocks at the front of these tokens are held, as a router's lookup finds them."""
+        """Return how many blocks at the front of these tokens
+        are held, as a router's lookup finds them.
+        """
         parent, found = None, 0
         while (found + 1) * self.block_size <= len(tokens):
             block = tuple(tokens[found * self.block_size : (found + 1) * self.block_size])

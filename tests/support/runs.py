@@ -59,7 +59,9 @@ def with_grammar(request: Request, pattern: str = "[a-f0-9 ]{400}", *, looks_ahe
 
 
 def keep_masked_steps_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the host work between two steps for a grammar or token masks, as it does for logprobs of a prompt."""
+    """Let the host work between two steps for a grammar or token
+    masks, as it does for logprobs of a prompt.
+    """
     monkeypatch.setattr(
         overlap_policy,
         "needs_host",
@@ -68,7 +70,9 @@ def keep_masked_steps_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_prompt_logprobs(request: Request) -> Request:
-    """Return a request for which the host works between any two steps until its prompt is computed."""
+    """Return a request for which the host works between
+    any two steps until its prompt is computed.
+    """
     return replace(request, sampling=replace(request.sampling, prompt_logprobs=0))
 
 
@@ -169,7 +173,10 @@ class _ChosenShapes(Controller):
 
 
 def choose(runs: Runs, choice: Callable[[int], Shape]) -> None:
-    """Let ``choice`` give the shape of trees of the first drafter; it gets the number of choices."""
+    """Let ``choice`` give the shape of trees of the first drafter.
+
+    It gets the number of choices.
+    """
     speculator = runs.harness.speculator
     speculator.overlap.controllers.of(speculator.drafters[0]).controller = _ChosenShapes(choice)
 

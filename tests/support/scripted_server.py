@@ -1,4 +1,6 @@
-"""An HTTP server on a real socket that answers each request with scripted pieces, one send a piece."""
+"""An HTTP server on a real socket that answers each
+request with scripted pieces, one send a piece.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A PrefillBudget that keeps what it is asked and sent, and learns nothing: no test depends on times."""
+"""A PrefillBudget that keeps what it is asked and sent, and
+learns nothing: no test depends on times.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A machine that exists in numbers only: what steps take, what drafts are worth, and the clock that follows from both.
+"""A machine that exists in numbers only: what steps take, what drafts are
+worth, and the clock that follows from both.
 
-It drives a controller as the overlapped loop does: a step's results are read one step late. It also says what any fixed
-shape makes, exactly, so that a controller can be held against the best of them.
+It drives a controller as the overlapped loop does: a step's results are read one step late. It also
+says what any fixed shape makes, exactly, so that a controller can be held against the best of them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ H200_MS = {
 }
 
 PROMPT_TOKENS = 100, 500
-# Of a draft's tokens some are sure to hold and the others are not; the draft head knows which are which.
+# Of a draft's tokens some are sure to hold and the others are not; the
+# draft head knows which are which.
 SURE, UNSURE = 0.98, 0.35
 # Share of steps that are disturbed, and how many times as long they take.
 DISTURBED, LONGER = 0.003, (2.0, 6.0)
@@ -66,7 +68,8 @@ class Machine:
         row_us: of one row in one level.
         tree_share: a tree's misses over a chain's, to the power of its nodes a level.
         prompt_us: of one prompt token.
-        context_us: of one sequence: its context, which the measured pass of the target does not read.
+        context_us: of one sequence: its context, which the measured
+            pass of the target does not read.
         noise: standard deviation of a step's time, relative.
     """
 

@@ -51,7 +51,7 @@ def test_a_resumed_sequence_passes_the_queues_limit_and_the_new_ones_in_it() -> 
     resumed = [run.submit(request(max_tokens=5, output=(4, 5), attempt=1)) for _ in range(2)]
     run.step()
     assert run.results[keys[3]].error is not None
-    assert [sequence.attempt for sequence in run.scheduler.waiting] == [1, 1, 0, 0]
+    assert [sequence.submission.attempt for sequence in run.scheduler.waiting] == [1, 1, 0, 0]
     ends = []
     while not run.engine.is_idle:
         run.step()

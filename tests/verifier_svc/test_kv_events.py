@@ -34,7 +34,8 @@ class Stream:
         self.publisher = KvEventPublisher(*self.endpoints, "kv@pod@model", BLOCK_SIZE)
         self.subscriber = Subscriber(*self.endpoints)
         self.num_published = 1
-        # A subscription takes effect some time after the connection; until then messages pass it by.
+        # A subscription takes effect some time after the connection;
+        # until then messages pass it by.
         while self.subscriber.next_number < self.num_published:
             self.publish([CacheCleared()])
             if self.subscriber._live.poll(10):
@@ -125,7 +126,9 @@ def test_a_flush_of_the_whole_cache_is_one_event():
 
 
 class Course:
-    """Random life of a block manager: sequences of three tenants come, grow, are recomputed and go."""
+    """Random life of a block manager: sequences of three
+    tenants come, grow, are recomputed and go.
+    """
 
     def __init__(self, seed: int, stream: Stream) -> None:
         self.random = random.Random(seed)

@@ -83,7 +83,9 @@ def test_a_masked_request_is_ended_from_outside(end: str, drafts: bool) -> None:
 @pytest.mark.parametrize("what", ["dies", "is late"])
 @pytest.mark.parametrize("at", range(4, 9))
 def test_a_drafter_goes_while_a_step_waits_for_its_trees(what: str, at: int) -> None:
-    """The host waits for the trees before it computes masks, and lets the step go on without them."""
+    """The host waits for the trees before it computes
+    masks, and lets the step go on without them.
+    """
 
     def look(number: int) -> None:
         if number == at and what == "dies":

@@ -193,7 +193,9 @@ MASKED: dict[str, dict[str, Any]] = {
 
 
 def masked_requests(target: Target, *, looks_ahead: bool = True, max_tokens: int = 8) -> list[Request]:
-    """Return a request of each kind of masks, some with other rules beside them, and one without."""
+    """Return a request of each kind of masks, some with
+    other rules beside them, and one without.
+    """
     words = Vocabulary(target.folder, vocab_limit=VOCAB, eos_ids=frozenset({END}))
     found = [Request(text(1, 20), SamplingParams(temperature=0.0, max_tokens=max_tokens))]
     for number, (name, fields) in enumerate(MASKED.items()):

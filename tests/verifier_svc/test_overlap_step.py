@@ -104,7 +104,10 @@ class Steps:
         self.joined: dict[int, Sequence] = {}
 
     def prefill(self, sequence: Sequence, num_tokens: int) -> torch.Tensor:
-        """Compute prompt tokens; return the hidden states that a drafter gets of them, after the next step."""
+        """Compute prompt tokens.
+
+        Return the hidden states that a drafter gets of them, after the next step.
+        """
         part = Scheduled(sequence, num_tokens, 1)
         batch = build_batch([part], BLOCK, NUM_BLOCKS * BLOCK)
         first = self.step.prefill(batch.forward, [(0, num_tokens)])
@@ -200,7 +203,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_a_tree_from_the_host_takes_the_place_of_the_drafters(folder: Path, device: str, *, is_padded: bool) -> None:
-    """It may have more rows than the drafter's, in the first step of a sequence too, and only in that step."""
+    """It may have more rows than the drafter's, in the first step
+    of a sequence too, and only in that step.
+    """
     steps = Steps(folder, device, is_padded=is_padded)
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
     texts = [steps.text(prompt, 7) for prompt in prompts]
@@ -220,7 +225,10 @@ def test_a_tree_from_the_host_takes_the_place_of_the_drafters(folder: Path, devi
 
 @pytest.mark.slow
 def test_sequences_share_the_rows_of_a_step(folder: Path, device: str) -> None:
-    """The tree that promises more gets the rows; whoever gets them, each text is that of the sequence alone."""
+    """The tree that promises more gets the rows.
+
+    Whoever gets them, each text is that of the sequence alone.
+    """
     steps = Steps(folder, device)
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
     texts = [steps.text(prompt, 8) for prompt in prompts]
@@ -412,7 +420,10 @@ def test_prompts_join_a_step_whose_sequences_share_rows(folder: Path, device: st
 def test_several_prompts_join_a_step_behind_any_number_of_rows(
     folder: Path, device: str, monkeypatch: pytest.MonkeyPatch, *, is_replayed: bool
 ) -> None:
-    """The same graph runs them, wherever the rows of sequences end. ``is_replayed``: also without a GPU."""
+    """The same graph runs them, wherever the rows of sequences end.
+
+    ``is_replayed``: also without a GPU.
+    """
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13], [21, 22, 23, 24]]
     alone = Steps(folder, device)
     texts = [alone.text(prompt, 4) for prompt in prompts]
@@ -450,7 +461,9 @@ def test_several_prompts_join_a_step_behind_any_number_of_rows(
 def test_long_sequences_and_their_prompts_have_graphs(
     folder: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step whose sequences outgrow the narrow block tables goes on in another graph, and keeps its prompts."""
+    """A step whose sequences outgrow the narrow block tables goes on
+    in another graph, and keeps its prompts.
+    """
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
     alone = Steps(folder, device)
     texts = [alone.text(prompt, 5) for prompt in prompts]

@@ -133,7 +133,9 @@ def lookup_of(requests: list[Request], expected: list[Result], seed: int) -> Tes
 
 
 def launch_late_now_and_then(course: Disturbed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the host wait for a whole step instead of by the clock, so that a seed gives one course."""
+    """Let the host wait for a whole step instead of by
+    the clock, so that a seed gives one course.
+    """
     monkeypatch.setattr(LaunchTime, "wait_s", lambda self, step_s: 3600.0 * (course.draw.random() < 0.2))
 
 
@@ -275,7 +277,10 @@ def test_any_course_of_requests(
 def test_any_course_of_requests_with_lookups(
     seed: int, drafts: bool, with_grammars: bool, comes_and_goes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The look-up drafter is sent each token once, and errs; its trees are larger than the model's."""
+    """The look-up drafter is sent each token once, and errs.
+
+    Its trees are larger than the model's.
+    """
     monkeypatch.setattr(overlap, "_PAGES_AHEAD", seed % 3 * 5)
     monkeypatch.setattr(controllers, "PLAIN_AFTER", 4)
     if seed % 2:
@@ -313,7 +318,8 @@ def test_runs_of_two_drafters_in_turn_count_on() -> None:
     for request, result in zip(requests, expected, strict=True):
         assert runs.harness.run([request])[0].token_ids == result.token_ids
     for oracle in oracles:
-        # Each of three runs had a last step that no request followed, because the sequence had ended.
+        # Each of three runs had a last step that no request followed,
+        # because the sequence had ended.
         steps = [later - number for number, later in zip(oracle.numbers, oracle.numbers[1:], strict=False)]
         assert len(oracle.numbers) > 6 and steps.count(2) == 2 and set(steps) == {1, 2}
     # A detached drafter's memory is freed.
@@ -404,7 +410,10 @@ def test_a_draft_that_is_late_ends_the_run_and_not_the_next(first_late: int) -> 
 def test_the_first_draft_of_a_kind_may_take_longer(
     slow_step: int, reasons: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The drafter captures a graph then. Step 2 waits for the one with the prompt, step 3 for one without."""
+    """The drafter captures a graph then.
+
+    Step 2 waits for the one with the prompt, step 3 for one without.
+    """
     now, polls = [0.0], [0]
 
     def is_stuck(number: int, num_releases: int) -> bool:

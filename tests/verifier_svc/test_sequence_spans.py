@@ -55,7 +55,7 @@ def check_times(span: ReceivedSpan) -> None:
 
 
 def check_phases(span: ReceivedSpan, children: list[ReceivedSpan]) -> None:
-    """The phases follow one another without gaps, up to the end of the sequence."""
+    """Assert that the phases follow one another without gaps, up to the end of the sequence."""
     assert [child.name for child in children] == ["queue", "prefill", "decode"]
     queue, prefill, decode = children
     assert (queue.ended_ns, prefill.ended_ns, decode.ended_ns) == (prefill.began_ns, decode.began_ns, span.ended_ns)

@@ -1,9 +1,11 @@
 """What one drafter's scores are worth: how often nodes of a score were really on the target's path.
 
-Scores are binned by the probability that they stand for; a bin's estimate is its share of accepted nodes, smoothed
-towards the score itself, so that a drafter starts by being believed and is soon corrected.
+Scores are binned by the probability that they stand for; a bin's estimate is its share of
+accepted nodes, smoothed towards the score itself, so that a drafter starts by being
+believed and is soon corrected.
 
-Trees are small and a step is short: plain numbers here, an array of ten costs more to touch than to use.
+Trees are small and a step is short: plain numbers here, an array of ten
+costs more to touch than to use.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ class AcceptanceEstimates:
         self._nodes = [0.0] * NUM_BINS
 
     def chances(self, scores: Sequence[float]) -> list[float]:
-        """The chance that the text runs through each node; the first one is the root, whose chance is 1."""
+        """Return the chance that the text runs through each node.
+
+        The first one is the root, whose chance is 1.
+        """
         out = [1.0]
         for score in scores[1:]:
             probability = math.exp(min(score, 0.0))
@@ -50,7 +55,7 @@ class AcceptanceEstimates:
             self._nodes[number] += 1.0
 
     def _factor(self, number: int) -> float:
-        """What a bin's nodes were accepted, over what their scores promised."""
+        """Return how many of a bin's nodes were accepted, divided by what their scores promised."""
         nominal = self._nominal[number]
         return (PRIOR_NODES * nominal + self._accepted[number]) / ((PRIOR_NODES + self._nodes[number]) * nominal)
 
@@ -60,7 +65,9 @@ def _bin(probability: float) -> int:
 
 
 class AcceptanceRate:
-    """Estimates how likely a drafted token is accepted if its parent was, over all recent rows of one drafter."""
+    """Estimates how likely a drafted token is accepted if its parent
+    was, over all recent rows of one drafter.
+    """
 
     def __init__(self) -> None:
         self._accepted, self._trials = PRIOR_TRIALS * PRIOR_ACCEPTANCE, PRIOR_TRIALS

@@ -1,7 +1,7 @@
 """One attachment of a drafter: everything that is true only while that drafter stays attached.
 
-When the drafter attaches again, a new attachment takes its place, and nothing has been sent over that one. The
-speculator decides whom to ask, for how much, and whether to wait.
+When the drafter attaches again, a new attachment takes its place, and nothing has been sent over
+that one. The speculator decides whom to ask, for how much, and whether to wait.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ class Attachment:
         return self._record.budget.has_some(self._settings.clock())
 
     def is_catching_up(self) -> bool:
-        """Return whether the drafter still works on a long request, so that a new one would wait too long."""
+        """Return whether the drafter still works on a long
+        request, so that a new one would wait too long.
+        """
         if self._catching_up_since is None:
             return False
         try:
@@ -152,7 +154,10 @@ class Attachment:
         return True
 
     def has_answered(self) -> bool:
-        """Return whether the drafter has answered everything; until then it may still read what it was sent."""
+        """Return whether the drafter has answered everything.
+
+        Until then it may still read what it was sent.
+        """
         try:
             return self.transport.is_idle()
         except TransportClosedError as error:
@@ -160,7 +165,9 @@ class Attachment:
             return False
 
     def leave_alone(self) -> None:
-        """Ask a late model nothing until it has answered: it may be capturing graphs for a batch that is new to it."""
+        """Ask a late model nothing until it has answered: it may be
+        capturing graphs for a batch that is new to it.
+        """
         if self.needs.blocks and self._catching_up_since is None:
             self._catching_up_since = self._settings.clock()
 
@@ -171,8 +178,9 @@ class Attachment:
     def miss(self, depth: int, num_rows: int, since: float, *, is_first: bool = False) -> None:
         """Record that such a draft, asked for at ``since``, missed its deadline.
 
-        A model's miss that load alone may explain is no failure: the model is asked nothing until it has answered, and
-        reported if it never does. ``is_first``: the request may have captured graphs, so it says nothing of the cost.
+        A model's miss that load alone may explain is no failure: the model is asked nothing until
+        it has answered, and reported if it never does. ``is_first``: the request may have captured
+        graphs, so it says nothing of the cost.
         """
         now = self._settings.clock()
         self.leave_alone()
@@ -199,7 +207,8 @@ class Attachment:
     def post(self, rows: list[DraftRow], *, may_feed: bool = False) -> None:
         """Send rows, after the final updates of ended sequences, whose batch slots they may have.
 
-        ``may_feed``: go by device memory if there is some, if it can take the rows, and if a tree is awaited.
+        ``may_feed``: go by device memory if there is some, if it can take the
+        rows, and if a tree is awaited.
         """
         rows, released = self.final_updates.merge(rows)
         if not rows:
@@ -230,7 +239,9 @@ class Attachment:
         )
 
     def _fed_request(self, rows: list[DraftRow]) -> DraftRequest:
-        """Copy what the rows send to device memory, and return the request that says so: a run of one step."""
+        """Copy what the rows send to device memory, and return the
+        request that says so: a run of one step.
+        """
         memory = self.transport.overlap_memory
         assert memory is not None
         self.device_step_number += 1
@@ -243,7 +254,9 @@ class Attachment:
         return replace(request, device_step=step)
 
     def post_device_step(self, request: DraftRequest, step: DeviceStep) -> None:
-        """Send a request about a step whose results are in device memory; nobody waits for the answer on the host.
+        """Send a request about a step whose results are in device memory.
+
+        Nobody waits for the answer on the host.
 
         ``request``: without epoch and step id.
         """
@@ -256,7 +269,9 @@ class Attachment:
             self._record.source.report_failure(str(error))
 
     def collect(self, worth_s: Callable[[Posted], float]) -> list[tuple[DraftRow, Draft]]:
-        """Wait for the trees that are worth it; return the sound ones, those that are only a root included.
+        """Wait for the trees that are worth it.
+
+        Return the sound ones, those that are only a root included.
 
         ``worth_s``: seconds that a request's drafts would save if all were accepted.
         """
@@ -270,7 +285,9 @@ class Attachment:
         return [] if batch is None else self._accept(posted, batch)
 
     def read_scout(self) -> list[tuple[Sequence, bool]]:
-        """Read the answer to a request that nobody waited for. It is too late for a tree and in time for the gates.
+        """Read the answer to a request that nobody waited for.
+
+        It is too late for a tree and in time for the gates.
 
         Returns the sequence of each row that wanted a tree, and whether the drafter had one.
         """
@@ -322,7 +339,10 @@ class Attachment:
         return batch
 
     def _accept(self, posted: Posted, batch: DraftBatch) -> list[tuple[DraftRow, Draft]]:
-        """Return the sound trees of a reply. A stale, short or malformed one is dropped and counted."""
+        """Return the sound trees of a reply.
+
+        A stale, short or malformed one is dropped and counted.
+        """
         stamp = self._settings.epoch, posted.step_id
         if (batch.epoch, batch.step_id) != stamp or batch.num_rows != len(posted.rows):
             self._reject("a draft with another step's stamp or number of rows")

@@ -12,13 +12,16 @@ logger = logging.getLogger(__name__)
 
 # A drafter that is not attached so long after the verifier began to serve is done without.
 MAX_AWAIT_S = 30.0
-# One that is attached and prepares has longer: it goes on only while it is idle, so that under load requests would meet
-# what it has not captured for minutes. On a GPU where no kernel was compiled before it takes more than 30 s.
+# One that is attached and prepares has longer: it goes on only while it is idle, so that under load
+# requests would meet what it has not captured for minutes. On a GPU where no kernel was compiled
+# before it takes more than 30 s.
 MAX_PREPARE_S = 150.0
 
 
 class AwaitedDrafters:
-    """The drafters that have to attach, and prepare, before the stack counts as ready. Used on the event loop.
+    """The drafters that have to attach, and prepare, before the stack counts as ready.
+
+    Used on the event loop.
 
     Each is awaited once: one that is lost later costs drafts and no readiness. The verifier serves
     from its start, so this delays no request and no resumed stream.

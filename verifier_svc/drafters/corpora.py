@@ -1,7 +1,8 @@
-"""The corpora of this verifier's drafters: passed on, and sent again to a drafter that lost them when it died.
+"""The corpora of this verifier's drafters: passed on, and sent again
+to a drafter that lost them when it died.
 
-A drafter's own list says what it drafts from. The verifier also keeps what was added through it, four bytes a token, as
-long as it lives. So a drafter is disposable and gets back what it had.
+A drafter's own list says what it drafts from. The verifier also keeps what was added through it,
+four bytes a token, as long as it lives. So a drafter is disposable and gets back what it had.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ ALGORITHM = "NGRAM"
 
 
 class _Holder(Protocol):
-    """A drafter's corpora, wherever it runs. Raises as ``foretoken.corpora.Corpora``, and UnavailableError."""
+    """A drafter's corpora, wherever it runs.
+
+    Raises as ``foretoken.corpora.Corpora``, and UnavailableError.
+    """
 
     async def add(self, name: str, token_ids: Int32, *, append: bool) -> CorpusInfo: ...
 
@@ -110,7 +114,10 @@ class _Remote:
 
 
 class DrafterCorpora:
-    """All drafters of one verifier. Used on its event loop; changes of one drafter's corpora come one after another."""
+    """All drafters of one verifier.
+
+    Used on its event loop; changes of one drafter's corpora come one after another.
+    """
 
     def __init__(
         self,
@@ -133,7 +140,10 @@ class DrafterCorpora:
         self._kept = dict.fromkeys(self._remotes, 0)
 
     def attach(self, source: DraftSource, address: str) -> None:
-        """Add a drafter in another process. Under a name that was detached it gets what that drafter held."""
+        """Add a drafter in another process.
+
+        Under a name that was detached it gets what that drafter held.
+        """
         name = source.name
         self._sources[name] = source
         self._in_process.pop(name, None)
@@ -146,7 +156,11 @@ class DrafterCorpora:
         self._sources.pop(name, None)
 
     async def add(self, drafter: str, name: str, token_ids: Int32, *, append: bool) -> tuple[str, CorpusInfo]:
-        """Raises as ``Corpora.add``; InvalidRequestError for an unknown drafter, UnavailableError if it is gone."""
+        """Add a corpus.
+
+        Raises as ``Corpora.add``; InvalidRequestError for an unknown drafter, UnavailableError if
+        it is gone.
+        """
         drafter, holder = self._holder(drafter)
         async with self._locks[drafter]:
             info = await holder.add(name, token_ids, append=append)
@@ -155,14 +169,20 @@ class DrafterCorpora:
             return drafter, info
 
     async def remove(self, drafter: str, name: str) -> None:
-        """Raises as ``Corpora.remove`` and as ``add``; forgotten here even if the drafter is gone or has lost it."""
+        """Remove a corpus. Raises as ``Corpora.remove`` and as ``add``.
+
+        It is forgotten here even if the drafter is gone or has lost it.
+        """
         drafter, holder = self._holder(drafter)
         async with self._locks[drafter]:
             self._texts[drafter].pop(name, None)
             await holder.remove(name)
 
     async def list(self, drafter: str) -> list[tuple[str, CorpusInfo]]:
-        """Corpora and their drafters: of one, or of all that are known to hold some. Raises as ``add``."""
+        """Return corpora and their drafters: of one, or of all that are known to hold some.
+
+        Raises as ``add``.
+        """
         known = [name for name, source in self._sources.items() if source.algorithm == ALGORITHM]
         if drafter or not known:
             known = [drafter]
@@ -200,7 +220,7 @@ class DrafterCorpora:
             logger.info("drafter %s has got %d corpora back", name, num_sent)
 
     def _holder(self, drafter: str) -> tuple[str, _Holder]:
-        """The drafter of that name, or the first that holds corpora, as far as is known."""
+        """Return the drafter of that name, or the first that holds corpora, as far as is known."""
         if drafter and drafter not in self._sources:
             raise InvalidRequestError(
                 f"there is no drafter {drafter!r}; there is: {', '.join(self._sources)}", field="drafter"

@@ -14,7 +14,10 @@ class Deadline:
     """The deadlines of one drafter's drafts."""
 
     def __init__(self, floor_s: float, times: DraftTimes) -> None:
-        """``floor_s``: the shortest deadline, as set. ``times``: what drafts cost; it keeps learning."""
+        """``floor_s``: the shortest deadline, as set.
+
+        ``times``: what drafts cost; it keeps learning.
+        """
         self._floor_s, self._times = floor_s, times
 
     def seconds(self, depth: int, num_rows: int) -> float:

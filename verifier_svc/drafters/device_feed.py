@@ -1,8 +1,9 @@
-"""Puts an ordinary step's results where a drafter on this GPU finds the results of overlapped steps.
+"""Puts an ordinary step's results where a drafter on this
+GPU finds the results of overlapped steps.
 
-To the drafter such a step is a run of one step. The host knows its tokens and copies them. Hidden states go from where
-the target computed them to where the drafter reads them, and never to the host. This module knows neither handles nor
-transports.
+To the drafter such a step is a run of one step. The host knows its tokens and copies them. Hidden
+states go from where the target computed them to where the drafter reads them, and never to the
+host. This module knows neither handles nor transports.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from verifier_svc.drafters.request import DraftRow
 def can_feed(rows: Items[DraftRow], layout: OverlapLayout) -> bool:
     """Return whether a memory can take all that these rows send.
 
-    Each row must have the last few tokens of a sequence that the drafter knows, and hidden states that are where the
-    last pass left them. A batch slot may have only one row.
+    Each row must have the last few tokens of a sequence that the drafter knows, and hidden states
+    that are where the last pass left them. A batch slot may have only one row.
     """
     return len(rows) == len({row.slot for row in rows}) <= layout.batch_rows and all(_fits(row, layout) for row in rows)
 
@@ -31,7 +32,8 @@ def _fits(row: DraftRow, layout: OverlapLayout) -> bool:
     if not 0 < count <= min(layout.tokens, row.length - 1):
         return False
     if not layout.hidden_width:
-        # A sequence that ended before the last pass may have its last KV entries in blocks that are others' by now.
+        # A sequence that ended before the last pass may have its last KV entries in
+        # blocks that are others' by now.
         return not row.has_ended
     return sum(map(len, row.hidden)) == count and all(
         part.columns is None and part.source.on_device is not None and part.source.width == layout.hidden_width
@@ -40,7 +42,9 @@ def _fits(row: DraftRow, layout: OverlapLayout) -> bool:
 
 
 def as_batch_rows(rows: Items[DraftRow], block_size: int) -> list[DraftRow]:
-    """Return the rows of a run's first request: what the drafter was sent before, and the blocks that are new to it."""
+    """Return the rows of a run's first request: what the drafter was sent
+    before, and the blocks that are new to it.
+    """
     return [_as_batch_row(row, block_size) for row in rows]
 
 
@@ -71,8 +75,9 @@ class DeviceFeed:
 
     @torch.inference_mode()
     def place(self, rows: Items[DraftRow], memory: OverlapMemory, number: int) -> None:
-        """Enqueue all copies of step ``number``. Row ``i``, which passed ``can_feed``, gets batch
-        row ``i``.
+        """Enqueue all copies of step ``number``.
+
+        Row ``i``, which passed ``can_feed``, gets batch row ``i``.
 
         Nobody else may read or write the memory's results now or soon.
         """

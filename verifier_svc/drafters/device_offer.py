@@ -1,4 +1,6 @@
-"""The device memory that a verifier on a GPU offers to drafters on the same GPU, for steps that overlap."""
+"""The device memory that a verifier on a GPU offers to drafters
+on the same GPU, for steps that overlap.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class DeviceOffer(NamedTuple):
     Attributes:
         device: the target's device.
         uuid: names that device (foretoken.models.backend.device_uuid).
-        tokens: the most tokens that one step commits for one sequence: one more than the levels of a tree.
+        tokens: the most tokens that one step commits for one sequence: one
+            more than the levels of a tree.
         hidden_dtype: the element type of the target's hidden states.
         prompt_rows: rows of hidden states that one step's prompts leave at most.
     """
@@ -37,7 +40,10 @@ class DeviceOffer(NamedTuple):
         return DeviceOffer(backend.device, uuid, 1 + max_depth, hidden_dtype, prompt_rows) if uuid else None
 
     def layout(self, target: TargetInfo, needs: DrafterNeeds) -> OverlapLayout | None:
-        """Return the layout of the memory for a drafter; None if it is on another device or wants no memory."""
+        """Return the layout of the memory for a drafter.
+
+        It is None if the drafter is on another device or wants no memory.
+        """
         if not needs.overlaps or needs.device != self.uuid:
             return None
         width = len(needs.captured_layers) * target.hidden_size
@@ -46,10 +52,11 @@ class DeviceOffer(NamedTuple):
         )
 
     def in_process(self, drafter: Drafter, target: TargetInfo, needs: DrafterNeeds) -> OverlapMemory | None:
-        """Give memory to a drafter in this process, whose work shares the verifier's stream, and return it.
+        """Give memory to a drafter in this process, whose work
+        shares the verifier's stream, and return it.
 
-        Called after the drafter's ``attach``. Returns None as ``layout`` does. Raises PreconditionError if the drafter
-        names this device and takes no memory there.
+        Called after the drafter's ``attach``. Returns None as ``layout`` does. Raises
+        PreconditionError if the drafter names this device and takes no memory there.
         """
         layout = self.layout(target, needs)
         if layout is None:

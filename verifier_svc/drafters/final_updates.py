@@ -22,7 +22,9 @@ class FinalUpdates:
         self._rows.append(row)
 
     def fetch(self) -> None:
-        """Copy the hidden states of queued rows to the host: the next pass overwrites them on the device."""
+        """Copy the hidden states of queued rows to the host: the
+        next pass overwrites them on the device.
+        """
         for row in self._rows:
             for part in row.hidden:
                 part.values()
@@ -32,21 +34,26 @@ class FinalUpdates:
         self._rows = [row for row in self._rows if row.new_tokens]
 
     def forget_slots(self, slots: Container[int]) -> None:
-        """Drop what is queued of batch slots whose new owners the drafter is sent: it forgets the old ones by that."""
+        """Drop what is queued of batch slots whose new owners the drafter
+        is sent: it forgets the old ones by that.
+        """
         self._rows = [row for row in self._rows if row.slot not in slots]
         self._to_release = [slot for slot in self._to_release if slot not in slots]
 
     def merge(self, rows: list[DraftRow]) -> tuple[list[DraftRow], list[int]]:
-        """Put the queued rows before the ones of the next request; return them, and the slots to release first.
+        """Put the queued rows before the ones of the next request.
 
-        A slot is released one request after its final row and before its new owner's first row. If the new owner is in
-        the same request, its generation makes the drafter forget the old one.
+        Return them, and the slots to release first.
+
+        A slot is released one request after its final row and before its new owner's first row. If
+        the new owner is in the same request, its generation makes the drafter forget the old one.
         """
         ended, self._rows = self._rows, []
         owned = {row.slot for row in rows}
         slots = [row.slot for row in ended if row.slot not in owned]
-        # If a sequence ended within a run in device memory, the drafter knows all of it. A row without tokens would let
-        # it write KV entries that it still owes into blocks that the run may have given to others.
+        # If a sequence ended within a run in device memory, the drafter knows all of it. A row
+        # without tokens would let it write KV entries that it still owes into blocks that the run
+        # may have given to others.
         rows = [row for row in ended if row.new_tokens] + rows
         if not rows:
             self._to_release += slots

@@ -1,4 +1,6 @@
-"""One drafter under its name, with what outlives an attachment: its number, its counters, its source."""
+"""One drafter under its name, with what outlives an
+attachment: its number, its counters, its source.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ class DrafterHandle:
 
     @property
     def attachment(self) -> Attachment | None:
-        """The attachment of the moment, or None. A source that has attached again gets a new one."""
+        """The attachment of the moment, or None.
+
+        A source that has attached again gets a new one.
+        """
         transport = None if self.is_detached else self.source.transport
         if transport is None:
             self._attachment = None
@@ -42,7 +47,10 @@ class DrafterHandle:
         self._attachment = None
 
     def replace_source(self, source: DraftSource) -> None:
-        """Go on with another source. Number and counters stay; what was learned of the old source does not."""
+        """Go on with another source.
+
+        Number and counters stay; what was learned of the old source does not.
+        """
         # One assignment, so that other threads never see figures of both.
         self.record = self.record.replaced_by(source)
         self.is_detached = False
@@ -57,7 +65,9 @@ class DrafterHandle:
 
     @property
     def has_model(self) -> bool:
-        """Whether the drafter computes drafts with a model, which has a KV cache and takes milliseconds."""
+        """Whether the drafter computes drafts with a model,
+        which has a KV cache and takes milliseconds.
+        """
         return self.source.needs.blocks
 
     @property
@@ -72,7 +82,7 @@ class DrafterHandle:
 
     @property
     def reason(self) -> str:
-        """Why the drafter is not attached; empty while it is, and after the operator took it away."""
+        """Why it is not attached; empty while it is, and after the operator took it away."""
         return "" if self.is_detached else self.source.reason
 
     @property

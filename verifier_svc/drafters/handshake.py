@@ -1,4 +1,6 @@
-"""How a verifier attaches to a drafter in another process: what its requests need, the transport, its self-test."""
+"""How a verifier attaches to a drafter in another process: what its
+requests need, the transport, its self-test.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ class Handshake:
     """Attaches to one drafter, again and again."""
 
     def __init__(self, terms: Terms, interrupts: Interrupts, arena_folder: Path | None) -> None:
-        """``arena_folder``: one that both sides see, for the socket that hands over the arena; None: any."""
+        """``arena_folder``: one that both sides see, for the
+        socket that hands over the arena; None: any.
+        """
         self._terms = terms
         self._interrupts = interrupts
         self._arena_folder = arena_folder
@@ -80,7 +84,10 @@ class Handshake:
         return needs_from_proto(response, self._terms.target)
 
     def attach(self, stub: Any, needs: DrafterNeeds, undo: contextlib.ExitStack, *, over_arena: bool) -> Connection:
-        """Attach and prove the transport, which ``undo`` closes. Raises PreconditionError if a check fails."""
+        """Attach and prove the transport, which ``undo`` closes.
+
+        Raises PreconditionError if a check fails.
+        """
         terms, challenge = self._terms, os.urandom(CHALLENGE_BYTES)
         transport: QueuedTransport
         if over_arena:

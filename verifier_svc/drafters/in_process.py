@@ -18,7 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class InProcessClient(DraftSource):
-    """A ``DraftSource`` around a drafter in this process. Once the engine runs, its thread makes all calls to it."""
+    """A ``DraftSource`` around a drafter in this process.
+
+    Once the engine runs, its thread makes all calls to it.
+    """
 
     def __init__(
         self,
@@ -31,10 +34,12 @@ class InProcessClient(DraftSource):
         offer: DeviceOffer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``drafter``: built by the composition root. ``clock``: seconds, for the backoff after its failures.
+        """``drafter``: built by the composition root.
 
-        ``weights``: of the target, for a drafter that can read them as they are. ``offer``: for one
-            on its device.
+        ``clock``: seconds, for the backoff after its failures.
+
+        ``weights``: of the target, for a drafter that can read them as they are.
+        ``offer``: for one on its device.
         """
         # No one else reaches it: it has no address.
         super().__init__(name, "", "in-process")
@@ -79,7 +84,10 @@ class InProcessClient(DraftSource):
         """Do nothing: a drafter in the verifier's process has no spans beside the verifier's."""
 
     def _look_at_gauges(self) -> None:
-        """Read the gauges, on the engine thread after a draft; without drafts they stay as they are."""
+        """Read the gauges, on the engine thread after a draft.
+
+        Without drafts they stay as they are.
+        """
         self._gauges_at = self._clock() + GAUGES_EVERY_S
         try:
             self.gauges = checked_gauges(self._drafter.gauges())

@@ -50,7 +50,10 @@ class Interrupts:
         self._wake.take()
 
     def sleep(self, seconds: float) -> None:
-        """Sleep until the client closes. Any other ring was for the attachment that has just ended."""
+        """Sleep until the client closes.
+
+        Any other ring was for the attachment that has just ended.
+        """
         deadline = time.monotonic() + seconds
         waiter = self.waiter()
         while not self.is_closing and (left_s := deadline - time.monotonic()) > 0:

@@ -1,7 +1,7 @@
 """The drafters of a verifier while it serves: the operator attaches and detaches them.
 
-What is attached so lasts until the verifier ends. The engine takes a change in between two steps; sources are started
-and closed here, where no step waits for them.
+What is attached so lasts until the verifier ends. The engine takes a change in between two steps;
+sources are started and closed here, where no step waits for them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class DrafterRegistry:
         await self._to_the_end(self._detach(name))
 
     async def _to_the_end(self, change: Coroutine[Any, Any, Result]) -> Result:
-        """Finish a change even if its caller goes away, so that no source is left that is neither used nor closed."""
+        """Finish a change even if its caller goes away, so that no source
+        is left that is neither used nor closed.
+        """
         return await asyncio.shield(asyncio.create_task(change))
 
     async def _attach(self, endpoint: DrafterEndpoint) -> DrafterHandle:
@@ -80,7 +82,7 @@ class DrafterRegistry:
         return self._handle_of(endpoint.name)
 
     def _present(self, endpoint: DrafterEndpoint) -> DrafterHandle | None:
-        """Return the drafter that the endpoint names, unless it is detached, elsewhere or unknown."""
+        """Return the drafter of the endpoint, unless it is detached, elsewhere or unknown."""
         try:
             handle = self._handle_of(endpoint.name)
         except KeyError:

@@ -1,7 +1,10 @@
-"""A drafter as the verifier sees it: attached, on its way back, or refused. The engine thread never waits here.
+"""A drafter as the verifier sees it: attached, on its way back, or refused.
 
-Each client has one thread that attaches, proves the transport, watches for the drafter's end and attaches again, for
-ever. It sleeps in between. Whether drafts are any good is the engine's to judge: it reports, this decides.
+The engine thread never waits here.
+
+Each client has one thread that attaches, proves the transport, watches for the drafter's end and
+attaches again, for ever. It sleeps in between. Whether drafts are any good is the engine's to
+judge: it reports, this decides.
 """
 
 from __future__ import annotations
@@ -151,7 +154,10 @@ class DrafterClient(DraftSource):
                 self._interrupts.sleep(backoff_s)
 
     def _watch(self, transport: QueuedTransport, stub: Any) -> None:
-        """Block until the drafter is gone, the circuit opens, or the client is closed; look at it meanwhile."""
+        """Block until the drafter is gone, the circuit opens, or the client is closed.
+
+        Look at it meanwhile.
+        """
         waiter = self._interrupts.waiter(transport.fileno())
         look_at = time.monotonic()
         while not self._interrupts.is_closing:
@@ -169,7 +175,10 @@ class DrafterClient(DraftSource):
                 return
 
     def _look(self, stub: Any) -> None:
-        """Ask the drafter how it is. Old answers stay if it gives none: its drafts decide whether it is of use."""
+        """Ask the drafter how it is.
+
+        Old answers stay if it gives none: its drafts decide whether it is of use.
+        """
         try:
             info = self._interrupts.result(stub.GetInfo.future(drafter_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S))
         except ForetokenError as error:

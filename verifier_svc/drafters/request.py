@@ -1,4 +1,6 @@
-"""Draft requests: their rows, the shapes of the trees they ask for, and the kinds that need their own CUDA graphs."""
+"""Draft requests: their rows, the shapes of the trees they ask for, and
+the kinds that need their own CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ class Shape(NamedTuple):
         nodes: with the root.
         depth: edges from the root.
         branches: children of one node.
-        budget: rows that each sequence of the batch has on average; the best nodes of the whole batch get them.
-            0: every node has a row.
+        budget: rows that each sequence of the batch has on average; the best nodes of the whole
+            batch get them. 0: every node has a row.
     """
 
     nodes: int
@@ -56,8 +58,8 @@ NO_DRAFT = Shape(1, 1, 1)
 class TreeBounds:
     """Bounds of all trees, or of one request's.
 
-    The policy chooses by a row's *reach*, a number from 1 up: for a look-up drafter the drafted tokens, for a drafter
-    with a model the levels of the tree.
+    The policy chooses by a row's *reach*, a number from 1 up: for a look-up drafter the drafted
+    tokens, for a drafter with a model the levels of the tree.
 
     Attributes:
         max_nodes: nodes of one tree, including the root.
@@ -95,7 +97,8 @@ class TreeBounds:
     def of_request(self, shape: DraftShape | None) -> TreeBounds:
         """Return the bounds of a request that asks for this shape; None: these.
 
-        A resumed request's shape may exceed these bounds, because another verifier admitted it. It is cut to them.
+        A resumed request's shape may exceed these bounds, because another verifier
+        admitted it. It is cut to them.
         """
         if shape is None:
             return self
@@ -130,7 +133,10 @@ class TreeBounds:
 
 
 class DraftRow(NamedTuple):
-    """One row of a request. It keeps all it says: its sequence may have ended or moved when the reply comes."""
+    """One row of a request.
+
+    It keeps all it says: its sequence may have ended or moved when the reply comes.
+    """
 
     sequence: Sequence
     slot: int
@@ -143,7 +149,8 @@ class DraftRow(NamedTuple):
     shape: Shape
     # Whether the step waits for the answer.
     awaited: bool
-    # How many of the last new tokens have a hidden state in device memory (foretoken.drafting.DeviceStep).
+    # How many of the last new tokens have a hidden state in device memory
+    # (foretoken.drafting.DeviceStep).
     device_hidden: int = 0
 
     @property
@@ -200,7 +207,8 @@ def record_of(row: DraftRow) -> tuple[float, ...]:
 
 
 class RequestKind(NamedTuple):
-    """Decides which CUDA graphs a request needs: the first request of a kind waits until they are captured.
+    """Decides which CUDA graphs a request needs: the first request
+    of a kind waits until they are captured.
 
     Sizes are rounded as they are for capture, so that there are few kinds.
 

@@ -10,16 +10,19 @@ from verifier_svc.drafters.request import NO_DRAFT, DraftRow, Shape
 from verifier_svc.scheduling.hidden_states import HiddenSlice, columns_of
 from verifier_svc.scheduling.sequence import Sequence
 
-# A model that gets more new tokens than this must first write their KV entries. Nobody waits for that: rows decode
-# plainly until it has.
+# A model that gets more new tokens than this must first write their KV entries. Nobody waits for
+# that: rows decode plainly until it has.
 CATCH_UP_TOKENS = 48
-# Most new tokens of a request to a drafter without a model. It may learn them on the engine's thread, some microseconds
-# each, and all streams wait for that.
+# Most new tokens of a request to a drafter without a model. It may learn them on the engine's
+# thread, some microseconds each, and all streams wait for that.
 MOST_LEARNT = 2048
 
 
 class SentTokens:
-    """Builds the rows of requests. Belongs to one attachment: a drafter that attaches again has been sent nothing."""
+    """Builds the rows of requests.
+
+    Belongs to one attachment: a drafter that attaches again has been sent nothing.
+    """
 
     def __init__(self, needs: DrafterNeeds, block_size: int) -> None:
         self._needs = needs
@@ -62,13 +65,15 @@ class SentTokens:
             sequence.tokens[sent:length],
             self._hidden(sequence, sent, length, captured),
             self._blocks(sequence, sent, length),
-            sequence.prediction_ids if sent == 0 else (),
+            sequence.submission.prediction_ids if sent == 0 else (),
             shape,
             awaited,
         )
 
     def final_row(self, sequence: Sequence, captured: tuple[int, ...]) -> DraftRow | None:
-        """Return the last row of a sequence that is about to end, or None if nothing was ever sent of it."""
+        """Return the last row of a sequence that is about to
+        end, or None if nothing was ever sent of it.
+        """
         if self.length(sequence) == 0:
             return None
         row = self.row(sequence, NO_DRAFT, awaited=False, captured=captured, most=self.most_new_tokens)
@@ -78,11 +83,16 @@ class SentTokens:
         return row
 
     def takes_long(self, num_tokens: int) -> bool:
-        """Return whether the drafter works on so many new tokens for longer than anybody should wait."""
+        """Return whether the drafter works on so many new
+        tokens for longer than anybody should wait.
+        """
         return self._needs.blocks and num_tokens > CATCH_UP_TOKENS
 
     def _sendable(self, sequence: Sequence) -> int:
-        """Return how many committed tokens can be sent now; the rest waits for blocks or hidden states."""
+        """Return how many committed tokens can be sent now.
+
+        The rest waits for blocks or hidden states.
+        """
         length = len(sequence.tokens)
         if self._needs.blocks:
             length = min(length, len(sequence.block_ids) * self.block_size)
@@ -92,7 +102,8 @@ class SentTokens:
 
     def _hidden(self, sequence: Sequence, sent: int, length: int, captured: tuple[int, ...]) -> list[HiddenSlice]:
         wanted = self._needs.captured_layers
-        # If the drafter attached in the middle of a step, that step may not have captured what it wants.
+        # If the drafter attached in the middle of a step, that step may not
+        # have captured what it wants.
         if not wanted or not set(wanted).issubset(captured):
             return []
         parts = sequence.hidden_states.rows(max(sent - 1, 0), length - 1)

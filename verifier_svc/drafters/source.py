@@ -1,4 +1,6 @@
-"""What the speculator needs of a drafter wherever it runs, and how long a failing drafter is left alone."""
+"""What the speculator needs of a drafter wherever it runs, and
+how long a failing drafter is left alone.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,14 @@ TransportName = Literal["shared-memory", "grpc", "in-process"]
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
-# It costs next to nothing to find that nobody is there, and while a drafter restarts there are no drafts.
+# It costs next to nothing to find that nobody is there, and while a drafter
+# restarts there are no drafts.
 MAX_ABSENT_BACKOFF_S = 0.5
-# Failures in a row that open the circuit: the drafter is detached, and attached again after the backoff.
+# Failures in a row that open the circuit: the drafter is detached, and
+# attached again after the backoff.
 MAX_CONSECUTIVE_FAILURES = 3
-# Drafts after which an attachment counts as a success and the backoff starts over: one that breaks at each first
-# draft is not tried ten times a second.
+# Drafts after which an attachment counts as a success and the backoff starts over: one that breaks
+# at each first draft is not tried ten times a second.
 MIN_DRAFTS_OF_SUCCESS = 10
 # Between two looks at a drafter's own gauges.
 GAUGES_EVERY_S = 3.0
@@ -31,7 +35,9 @@ _GAUGE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 class DraftSource(ABC):
-    """A drafter for the speculator, wherever it runs. Used by the engine thread; figures may be read by any.
+    """A drafter for the speculator, wherever it runs.
+
+    Used by the engine thread; figures may be read by any.
 
     Attributes:
         address: where the drafter listens; empty: in this process.
@@ -42,7 +48,8 @@ class DraftSource(ABC):
         reason: why there is no attachment, as far as is known; empty while there is one.
         num_attaches: grows with each attachment; a new one knows nothing of any sequence.
         is_preparing: whether the drafter still prepares for usual requests while it is idle.
-        gauges: the drafter's own, at most MAX_GAUGES, as of a few seconds ago; none while there is no attachment.
+        gauges: the drafter's own, at most MAX_GAUGES, as of a few seconds ago;
+            none while there is no attachment.
     """
 
     def __init__(self, name: str, address: str, transport_name: TransportName) -> None:
@@ -67,20 +74,25 @@ class DraftSource(ABC):
 
     @property
     def num_rejected(self) -> int:
-        """Drafts that were late or malformed, or never asked for because the drafter was too late with others."""
+        """Drafts that were late or malformed, or never asked for
+        because the drafter was too late with others.
+        """
         return self._counters.num_rejected
 
     @abstractmethod
     def report_failure(self, reason: str) -> None:
-        """A draft was late or of no use; several in a row detach the drafter."""
+        """Record that a draft was late or of no use; several in a row detach the drafter."""
 
     @abstractmethod
     def report_success(self) -> None:
-        """A draft was sound."""
+        """Record that a draft was sound."""
 
     @abstractmethod
     def trace_sequence(self, slot: int, generation: int, parent: TraceContext) -> None:
-        """Let the drafter record a span of its work for a sequence that has ended. Any thread may call it."""
+        """Let the drafter record a span of its work for a sequence that has ended.
+
+        Any thread may call it.
+        """
 
     @abstractmethod
     def start(self) -> None:
@@ -98,7 +110,10 @@ def checked_gauges(gauges: Mapping[str, float]) -> dict[str, float]:
 
 
 class CircuitBreaker:
-    """Counts failures in a row and says how long to stay away. Used under its owner's lock or thread."""
+    """Counts failures in a row and says how long to stay away.
+
+    Used under its owner's lock or thread.
+    """
 
     def __init__(self) -> None:
         self._num_consecutive = 0
@@ -115,9 +130,12 @@ class CircuitBreaker:
         self._num_good += 1
 
     def next_backoff_s(self, *, is_absent: bool = False) -> float:
-        """Return the seconds before the next attempt. They double with each attempt until one succeeds.
+        """Return the seconds before the next attempt.
 
-        ``is_absent``: the drafter could not be reached or is not ready yet, which is no fault of its attachments.
+        They double with each attempt until one succeeds.
+
+        ``is_absent``: the drafter could not be reached or is not ready yet, which
+        is no fault of its attachments.
         """
         if self._num_good >= MIN_DRAFTS_OF_SUCCESS:
             self._backoff_s = FIRST_BACKOFF_S

@@ -9,7 +9,9 @@ from verifier_svc.drafters.waits import DraftTimes, WaitBudget
 
 
 class SourceRecord:
-    """Figures of one source. They survive when it attaches again, and not when another source replaces it.
+    """Figures of one source.
+
+    They survive when it attaches again, and not when another source replaces it.
 
     Args:
         timeout_s: the longest wait for a draft.

@@ -1,4 +1,6 @@
-"""How long an overlapped step may take until its draft counts as missed, by what such steps have taken."""
+"""How long an overlapped step may take until its draft counts
+as missed, by what such steps have taken.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ SMOOTHING, MOST_DISTURBED = 0.1, 3.0
 class StepDeadlines:
     """The deadlines of one drafter's overlapped steps. Used by the engine thread alone.
 
-    A kind of draft is whatever makes its time: the trees' shape, the batch, whether prompts are learnt before.
+    A kind of draft is whatever makes its time: the trees' shape, the batch,
+    whether prompts are learnt before.
     """
 
     def __init__(self, floor_s: float) -> None:

@@ -1,7 +1,7 @@
 """The gRPC transport: one long-lived bidirectional stream to a drafter on another host.
 
-Two threads stand between the engine and the stream: one writes what the engine queues, one reads replies. The engine
-thread waits for the network only in ``receive``.
+Two threads stand between the engine and the stream: one writes what the engine queues, one reads
+replies. The engine thread waits for the network only in ``receive``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class StreamTransport(QueuedTransport):
     name = "grpc"
 
     def __init__(self, stub: Any, epoch: int, layout: ArenaLayout, counters: TransportCounters) -> None:
-        """``stub``: a synchronous DrafterServiceStub that is attached. ``layout``: sizes of requests."""
+        """``stub``: a synchronous DrafterServiceStub that is attached.
+
+        ``layout``: sizes of requests.
+        """
         capacity = token_capacity_for(
             layout.max_rows, layout.hidden_width, layout.token_capacity, limits.MAX_BODY_BYTES // 2
         )
@@ -88,7 +91,10 @@ class StreamTransport(QueuedTransport):
         self._ended.close()
 
     def _requests(self) -> Iterator[drafter_pb2.DraftRequest]:
-        """Runs in gRPC's writing thread. A release is a call of its own; later requests wait for it."""
+        """Yield the requests, in gRPC's writing thread.
+
+        A release is a call of its own; later requests wait for it.
+        """
         while (message := self._outgoing.get()) is not None:
             if isinstance(message, tuple):
                 self._release(message)
@@ -99,12 +105,13 @@ class StreamTransport(QueuedTransport):
         try:
             self._stub.Release(drafter_pb2.ReleaseRequest(epoch=self._epoch, slots=slots))
         except grpc.RpcError as error:
-            # The slots' next generations make up for it; a drafter that is gone ends the stream too.
+            # The slots' next generations make up for it; a drafter that
+            # is gone ends the stream too.
             self._reason = f"release failed: {error}"
             self._call.cancel()
 
     def _read(self) -> None:
-        """Runs in the reader thread until the stream ends."""
+        """Read replies, in the reader thread, until the stream ends."""
         try:
             for message in self._call:
                 self._replies.put(message)

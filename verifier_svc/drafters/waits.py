@@ -1,4 +1,6 @@
-"""How long one drafter is waited for, what its waits cost, and how much of that is still affordable."""
+"""How long one drafter is waited for, what its waits cost,
+and how much of that is still affordable.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,11 @@ from collections.abc import Hashable
 
 # Weight of a new wait in the estimate of what collecting a draft costs.
 WAIT_SMOOTHING = 0.05
-# Share of the time that may go into waits which no draft could have paid back: plain decode keeps 98% of its speed.
+# Share of the time that may go into waits which no draft could have paid back: plain
+# decode keeps 98% of its speed.
 AFFORDABLE_SHARE = 0.02
-# Draft timeouts that are affordable at once: as many as open the circuit of a drafter that has stopped.
+# Draft timeouts that are affordable at once: as many as open the circuit
+# of a drafter that has stopped.
 AFFORDABLE_TIMEOUTS = 3
 # Weight of a new wait in the estimate by depth and rows.
 SMOOTHING = 0.05
@@ -19,8 +23,9 @@ FADING = 0.0005
 class WaitBudget:
     """What waiting for one drafter may cost.
 
-    A wait that took longer than all of its tokens were worth has lost the difference, whatever was accepted. A budget
-    that fills with time pays for such losses. While it is empty nobody waits: the drafter is only scouted.
+    A wait that took longer than all of its tokens were worth has lost the difference, whatever was
+    accepted. A budget that fills with time pays for such losses. While it is empty nobody waits:
+    the drafter is only scouted.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -72,9 +77,10 @@ class WaitBudget:
 class FirstWaits:
     """The waits of one attachment, and which kinds of requests it has answered.
 
-    A drafter on a GPU captures graphs and compiles kernels when it meets a kind of request for the first time. That
-    wait says nothing of the next ones. It costs nothing if the drafter answers, or if it was late and has answered
-    something else in time since: a drafter that never does is late for another reason.
+    A drafter on a GPU captures graphs and compiles kernels when it meets a kind of request for
+    the first time. That wait says nothing of the next ones. It costs nothing if the drafter
+    answers, or if it was late and has answered something else in time since: a drafter that never
+    does is late for another reason.
     """
 
     def __init__(self, budget: WaitBudget) -> None:
@@ -117,11 +123,16 @@ class DraftTimes:
         self._lines: dict[int, _Line] = {}
 
     def observe(self, depth: int, num_rows: int, seconds: float) -> None:
-        """Learn from a wait for drafts of at most ``depth`` edges. A wait of three times the estimate was disturbed."""
+        """Learn from a wait for drafts of at most ``depth`` edges.
+
+        A wait of three times the estimate was disturbed.
+        """
         self._lines.setdefault(_exponent(num_rows), _Line()).observe(depth, seconds)
 
     def fade(self, num_rows: int, num_steps: int) -> None:
-        """Believe a wait less after steps of so many rows: one disturbed wait must not end all others for good."""
+        """Believe a wait less after steps of so many rows: one
+        disturbed wait must not end all others for good.
+        """
         line = self._lines.get(_exponent(num_rows))
         if line is not None:
             line.belief *= (1 - FADING) ** num_steps
@@ -129,8 +140,8 @@ class DraftTimes:
     def estimate(self, depth: int, num_rows: int) -> float:
         """Return the seconds for drafts of ``depth`` edges; 0 before the first wait.
 
-        A number of rows that was never waited for counts as fast as it can be, but not faster than fewer rows. So it is
-        tried, and then known.
+        A number of rows that was never waited for counts as fast as it can be, but not faster than
+        fewer rows. So it is tried, and then known.
         """
         exponent = _exponent(num_rows)
         fewer = [line.estimate(depth) for known, line in self._lines.items() if known <= exponent]
@@ -140,10 +151,12 @@ class DraftTimes:
         return 0.0 if more is None else self._lines[more].estimate(depth) / 2 ** (more - exponent)
 
     def most(self, depth: int, num_rows: int) -> float | None:
-        """Return the most seconds that measured waits allow for such drafts; None before the first wait.
+        """Return the most seconds that measured waits allow for such drafts.
 
-        Unlike the estimate it does not fade. Numbers of rows and depths that were never waited for count as slow as
-        they can be: in proportion to fewer rows, and to a shallower tree.
+        They are None before the first wait.
+
+        Unlike the estimate it does not fade. Numbers of rows and depths that were never waited for
+        count as slow as they can be: in proportion to fewer rows, and to a shallower tree.
         """
         exponent = _exponent(num_rows)
         bounds = (line.most(depth) * 2 ** max(exponent - known, 0) for known, line in self._lines.items())

@@ -159,7 +159,9 @@ class DeviceRunner(TargetModel):
         self._model.tune(path)
 
     def choose_matmuls(self, progress: Progress = silent) -> None:
-        """Use the fastest matmuls, timed unless an earlier start kept the times; call it before ``warm_up``.
+        """Use the fastest matmuls, timed unless an earlier start kept the times.
+
+        Call it before ``warm_up``.
 
         Strict numerics leave no choice. Nothing else should use the GPU meanwhile.
         """

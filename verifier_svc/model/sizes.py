@@ -16,8 +16,8 @@ TOKENS_OF_ONE = 1024
 # Prompt tokens of one step.
 CPU_CHUNK = 512
 GPU_CHUNK = 2048
-# Nodes of a tree where the controller chooses its shape: small batches on a GPU gain by large trees, and larger batches
-# do without (candidate_shapes).
+# Nodes of a tree where the controller chooses its shape: small batches on a GPU gain by large
+# trees, and larger batches do without (candidate_shapes).
 GPU_NODES = 32
 
 
@@ -53,6 +53,7 @@ def _fits(settings: VerifierSettings, backend: Backend, count: int) -> bool:
     try:
         plan = memory_plan(settings.model_copy(update={"max_running_requests": count}), backend)
     except ConfigError:
-        # Buffers leave no room for the cache. If the smallest count does not help, the plan says so.
+        # Buffers leave no room for the cache. If the smallest count
+        # does not help, the plan says so.
         return False
     return plan.num_tokens >= count * min(plan.max_model_len, TOKENS_OF_ONE)

@@ -102,8 +102,8 @@ def _buffers_bytes(settings: VerifierSettings, config: ModelConfig, element: tor
 def pass_row_bytes(config: ModelConfig, element: torch.dtype) -> int:
     """Return the bytes that one row of a pass on a GPU takes in its buffers."""
     attended = config.num_heads * config.head_dim
-    # HIDDEN, OUTPUT and CAPTURED; then NORMED, which also takes attention's rows whose logits are
-    # wanted.
+    # HIDDEN, OUTPUT and CAPTURED; then NORMED, which also takes attention's
+    # rows whose logits are wanted.
     widths = config.hidden_size * (2 + _CAPTURED) + max(config.hidden_size, attended)
     widths += attended + attended + 2 * config.num_kv_heads * config.head_dim
     widths += 3 * config.intermediate_size

@@ -1,4 +1,6 @@
-"""Find the tokens that a request's grammar and token masks let follow its output, and a draft tree's nodes."""
+"""Find the tokens that a request's grammar and token masks let
+follow its output, and a draft tree's nodes.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,10 @@ class AllowedTokens:
         vocab_limit: int,
         matcher: Matcher | None,
     ) -> AllowedTokens | None:
-        """Return what limits a request's tokens; None if nothing does. Arguments as for the class."""
+        """Return what limits a request's tokens; None if nothing does.
+
+        Arguments as for the class.
+        """
         if not has_token_masks(params) and matcher is None:
             return None
         return cls(params, output_ids, stop_ids, vocab_limit, matcher)
@@ -155,8 +160,8 @@ class AllowedTokens:
 
         Only the look-ahead matcher reads the drafts. So their number of lexer states and the fuel
         that they take never reach the output's own matcher, and the text cannot depend on them.
-        Where it cannot go on, or there is none, the tree is closed. ENDED if no token may follow the
-        output: a resumed one may be complete.
+        Where it cannot go on, or there is none, the tree is closed. ENDED if no token may follow
+        the output: a resumed one may be complete.
 
         Args:
             tokens, parents: int32 [num_nodes], as in DraftTree.

@@ -127,7 +127,10 @@ class Matcher:
         return known
 
     def go_back(self, num_tokens: int) -> None:
-        """Take back the last tokens. What may follow them is looked at with the next ``advance``."""
+        """Take back the last tokens.
+
+        What may follow them is looked at with the next ``advance``.
+        """
         self._matcher.rollback(num_tokens)
 
     def anew(self) -> Matcher:

@@ -4,9 +4,9 @@ Run it as a script by its path, so that it imports only llguidance: ``grammar_ch
 with one JSON object of options. It reads one JSON line for each grammar, ``{"grammar": text}``, and
 answers with one JSON line: ``error`` is a message, empty for a usable grammar, and ``bytes`` is the
 memory that compiling took. It compiles each grammar in a fork: native code cannot be interrupted,
-but the fork's own timers can kill the fork, even if no other process is left. One counts CPU time: on
-a busy machine a good grammar waits for a core and is compiled all the same. The other is for a fork
-that waits for ever, as for a lock that a thread held when it was made.
+but the fork's own timers can kill the fork, even if no other process is left. One counts CPU time:
+on a busy machine a good grammar waits for a core and is compiled all the same. The other is for a
+fork that waits for ever, as for a lock that a thread held when it was made.
 """
 
 from __future__ import annotations

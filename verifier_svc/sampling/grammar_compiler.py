@@ -32,8 +32,9 @@ COMPILE_TIMEOUT_S = 3.0
 MAX_COMPILE_BYTES = 256 * 1024 * 1024
 MAX_KEPT_BYTES = 256 * 1024 * 1024
 MAX_KEPT = 256
-# Most grammars that wait to be compiled. It bounds the wait of one: each takes at most COMPILE_TIMEOUT_S of CPU
-# time, and WALL_TIMES (grammar_check.py) as long where it waits for a core.
+# Most grammars that wait to be compiled. It bounds the wait of one: each takes
+# at most COMPILE_TIMEOUT_S of CPU time, and WALL_TIMES (grammar_check.py) as
+# long where it waits for a core.
 MAX_WAITING = 16
 
 

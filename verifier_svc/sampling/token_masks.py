@@ -1,4 +1,4 @@
-"""Mask the tokens that a request excludes: all but the allowed ones, and the ends of bad sequences."""
+"""Mask the tokens that a request excludes: all but the allowed, and ends of bad sequences."""
 
 from __future__ import annotations
 

@@ -268,7 +268,9 @@ def sample_and_walk(
 
 
 def followed(state: SamplingState, walk: WalkResult) -> WalkResult:
-    """Advance ``state`` by a walk on a GPU, whose masks were ``state.tree_masks``; return what to commit.
+    """Advance ``state`` by a walk on a GPU, whose masks were ``state.tree_masks``.
+
+    Return what to commit.
 
     The output's own matcher decides: where it ends, by the grammar's end or by one of its limits,
     the walk ends too.

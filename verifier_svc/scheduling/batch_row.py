@@ -21,8 +21,8 @@ class BatchRow:
 
     Attributes:
         sequence: its last token is the root of its next tree.
-        width: rows of its next step: most nodes of the drafter's tree, including the root. A tree from the
-            host may take more.
+        width: rows of its next step: most nodes of the drafter's tree, including the root. A tree
+            from the host may take more.
         number: the drafter's number, which marks drafted tokens in ``WalkResult.sources``.
         is_new: whether no result has been read: the first token ends the prefill.
         has_stepped: whether a step of this sequence has been read. Its first step has only a root.
@@ -59,7 +59,10 @@ class BatchRowResult(NamedTuple):
 
 
 class BatchRowTree(NamedTuple):
-    """The tree that a step verifies for one sequence. ``tokens``, ``parents``: int32, as in DraftTree."""
+    """The tree that a step verifies for one sequence.
+
+    ``tokens``, ``parents``: int32, as in DraftTree.
+    """
 
     batch_row: BatchRow
     tokens: NDArray[np.int32]

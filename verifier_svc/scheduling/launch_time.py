@@ -1,15 +1,15 @@
-"""When to launch the next overlapped step: late enough that requests which come meanwhile join it."""
+"""When to launch the next overlapped step: so late that requests which come meanwhile join."""
 
 from __future__ import annotations
 
 from collections import deque
 
-# The host lets at most this share of the running step's time pass, and leaves this many times what planning and
-# launching take it: the drafter's host has work after it, too.
+# The host lets at most this share of the running step's time pass, and leaves this many times what
+# planning and launching take it: the drafter's host has work after it, too.
 _MOST_SHARE = 0.5
 _HOST_TIMES = 1.5
-# The shortest of so many steps counts, and the longest launch: a launch that is late makes the GPU wait, an early one
-# only a request.
+# The shortest of so many steps counts, and the longest launch: a launch that is late makes the GPU
+# wait, an early one only a request.
 _NUM_STEPS = 8
 
 

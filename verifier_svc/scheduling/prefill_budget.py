@@ -65,8 +65,8 @@ class PrefillBudget:
     def observe(self, num_tokens: int, seconds: float, step_s: float, *, has_joined: bool = False) -> None:
         """Learn from a step that took ``seconds`` with prompts, and should take ``step_s`` without.
 
-        ``has_joined``: whether the prompts were in the step's own pass, which reads the weights anyway. Of few tokens
-        there, a step's time says nothing.
+        ``has_joined``: whether the prompts were in the step's own pass, which reads the weights
+        anyway. Of few tokens there, a step's time says nothing.
         """
         if not self._token_s or (has_joined and num_tokens < self._bound_tokens):
             return

@@ -178,7 +178,7 @@ class Scheduler:
             if self.blocks.enable_prefix_cache and self._waits_for_sibling(sequence):
                 continue
             tokens = sequence.tokens if not sequence.wants_prompt_logprobs else []
-            table = self.blocks.match_prefix(tokens, sequence.cache_salt)
+            table = self.blocks.match_prefix(tokens, sequence.submission.cache_salt)
             # Require room for the whole prefill, so that a started sequence can finish it.
             if self.running and not self.blocks.can_reserve(table, len(sequence.tokens) + 1):
                 self.blocks.free(table)
@@ -190,7 +190,7 @@ class Scheduler:
             sequence.num_computed = table.num_cached_tokens
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = min(table.num_cached_tokens, sequence.num_prompt_tokens)
-                sequence.started_at = now
+                sequence.times.started_at = now
             slot = self._free_slots.pop()
             self._generations[slot] += 1
             sequence.slot, sequence.generation = slot, self._generations[slot]
@@ -207,9 +207,9 @@ class Scheduler:
 
     def _insert_by_rank(self, sequence: Sequence) -> None:
         """Insert a running sequence by priority, then by age: the last one is preempted first."""
-        rank = (sequence.priority, sequence.arrived_at)
+        rank = _running_rank(sequence)
         index = len(self.running)
-        while index and (self.running[index - 1].priority, self.running[index - 1].arrived_at) > rank:
+        while index and _running_rank(self.running[index - 1]) > rank:
             index -= 1
         self.running.insert(index, sequence)
 
@@ -243,6 +243,14 @@ class Scheduler:
         sequence.slot = NO_SLOT
 
 
+def _running_rank(sequence: Sequence) -> tuple[int, float]:
+    """Return a running sequence's place: by priority, then by age."""
+    return sequence.submission.priority, sequence.times.arrived_at
+
+
 def _waiting_rank(sequence: Sequence) -> tuple[int, bool]:
-    """Return a waiting sequence's place: by priority, then resumed and preempted ones before new ones."""
-    return sequence.priority, not (sequence.attempt > 0 or sequence.started_at is not None)
+    """Return a waiting sequence's place: by priority, then
+    resumed and preempted ones before new ones.
+    """
+    has_run = sequence.submission.attempt > 0 or sequence.times.started_at is not None
+    return sequence.submission.priority, not has_run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from foretoken.results import DrafterStats, FallbackReason, SpeculationStats, TokenLogprobs
@@ -35,7 +36,35 @@ class DecodeStep(NamedTuple):
         return sum(len(share.accepted_depths) for share in self.shares)
 
 
-class Sequence:  # large: all the state of one sequence; it decides nothing
+@dataclass(slots=True)
+class Times:
+    """Hold the times of a sequence's phases, in seconds of time.monotonic()."""
+
+    arrived_at: float
+    # When it first ran, and when its first token was sampled.
+    started_at: float | None = None
+    first_token_at: float | None = None
+
+    def phases_ms(self, now: float) -> tuple[float, float, float]:
+        """Return the milliseconds of queue, prefill and decode. ``now`` ends the current phase."""
+        started = self.started_at if self.started_at is not None else now
+        first_token = self.first_token_at if self.first_token_at is not None else now
+        return (started - self.arrived_at) * 1e3, (first_token - started) * 1e3, (now - first_token) * 1e3
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Collect the prompt's logprobs until they are sent."""
+
+    are_sent: bool
+    entries: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def unsent(self) -> tuple[TokenLogprobs, ...]:
+        return () if self.are_sent else tuple(self.entries)
+
+
+class Sequence:
     """One choice of one request. Only the engine thread uses it."""
 
     def __init__(
@@ -48,11 +77,10 @@ class Sequence:  # large: all the state of one sequence; it decides nothing
             token_limit: ids from this one up are never sampled.
             now: seconds of time.monotonic(), like the deadline.
         """
+        self.submission = submit
         self.key: SequenceKey = submit.key
-        self.attempt = submit.attempt
         self.sampling: SamplingParams = submit.sampling
         self.speculation: SpeculationOptions = submit.speculation
-        self.cache_salt = submit.cache_salt
         self.salt_digest = digest_of_salt(submit.cache_salt)
         self.deadline = submit.deadline
         # Committed tokens: prompt, then output. The last one is the root of the next tree.
@@ -70,11 +98,7 @@ class Sequence:  # large: all the state of one sequence; it decides nothing
             vocab_limit=token_limit,
             matcher=submit.matcher,
         )
-        self.priority = submit.priority
-        self.returns_trees = submit.returns_trees
-        self.arrived_at = now
-        self.started_at: float | None = None
-        self.first_token_at: float | None = None
+        self.times = Times(arrived_at=now)
 
         # Cache: the blocks of ``table`` hold the KV entries of tokens [0, num_computed).
         self.table: BlockTable | None = None
@@ -86,12 +110,10 @@ class Sequence:  # large: all the state of one sequence; it decides nothing
 
         # Speculation: hidden states for the drafters, and the figures of each decode step.
         self.hidden_states = HiddenStates()
-        self.prediction_ids = submit.prediction_ids
         self.steps: list[DecodeStep] = []
 
-        self.prompt_logprobs: list[TokenLogprobs] = []
         # The first attempt has sent a resumed sequence's prompt logprobs.
-        self.prompt_logprobs_sent = self.num_resumed_tokens > 0
+        self.prompt_logprobs = PromptLogprobs(are_sent=self.num_resumed_tokens > 0)
 
     @property
     def block_ids(self) -> list[int]:
@@ -124,7 +146,7 @@ class Sequence:  # large: all the state of one sequence; it decides nothing
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        return self.sampling.prompt_logprobs is not None and not self.prompt_logprobs_sent
+        return self.sampling.prompt_logprobs is not None and not self.prompt_logprobs.are_sent
 
     def forget_cache(self) -> None:
         """Forget blocks, batch slot and computed tokens after a preemption; all run again."""
@@ -132,7 +154,7 @@ class Sequence:  # large: all the state of one sequence; it decides nothing
         self.num_computed = 0
         self.slot = NO_SLOT
         self.hidden_states.clear()
-        self.prompt_logprobs = []
+        self.prompt_logprobs.entries.clear()
 
     def stats(self, drafter_names: tuple[str, ...], kept_tokens: int | None = None) -> SpeculationStats:
         """Return the statistics of the decode steps.

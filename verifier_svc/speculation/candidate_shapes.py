@@ -5,16 +5,19 @@ from __future__ import annotations
 from foretoken.drafting import TreeLimits
 from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
 
-# Nodes of the trees, smallest first; bounds add a tree of their own size. Children of one node by the nodes.
+# Nodes of the trees, smallest first; bounds add a tree of their own size.
+# Children of one node by the nodes.
 TREE_NODES = (8, 16, 32)
 BRANCHES = 2, 4, 8
 # Levels of a small tree at most: with more of them it would be a chain.
 SMALL_DEPTH = 5
-# Most rows of a batch whose trees are larger than small. Up to there a row of the target's pass costs next to
-# nothing on an H200. 16 trees of 32 nodes (512 rows) made 0.7 times the tokens of chains, and probes are dear too.
+# Most rows of a batch whose trees are larger than small. Up to there a row of the target's pass
+# costs next to nothing on an H200. 16 trees of 32 nodes (512 rows) made 0.7 times the tokens of
+# chains, and probes are dear too.
 MOST_LARGE_TREE_ROWS = 256
-# Rows of a sequence, on average, where a batch shares them; how many more one sequence may have; and the smallest such
-# batch: in fewer sequences there is little to choose from, and a row costs next to nothing.
+# Rows of a sequence, on average, where a batch shares them; how many more one sequence may
+# have; and the smallest such batch: in fewer sequences there is little to choose from, and
+# a row costs next to nothing.
 BUDGETS = range(2, 7)
 MOST_OVER_BUDGET = 2
 SHARED_FROM = 8
@@ -36,7 +39,7 @@ def is_large_tree(shape: Shape) -> bool:
 
 
 def suits(shape: Shape, batch: int) -> bool:
-    """Return whether a batch of so many sequences may draft in this shape, where there is a choice."""
+    """Return whether a batch of this size may draft in this shape, where there is a choice."""
     if shape.budget:
         return batch >= SHARED_FROM
     return not is_large_tree(shape) or batch * shape.nodes <= MOST_LARGE_TREE_ROWS

@@ -19,8 +19,8 @@ class Capture:
     def begin_step(self, sequences: Seq[Sequence]) -> tuple[int, ...]:
         """Return the layers that attached drafters want of this step.
 
-        Hidden states of other layers are of no use any more. A drafter that attaches later takes part from the next
-        step on.
+        Hidden states of other layers are of no use any more. A drafter that attaches later takes
+        part from the next step on.
         """
         wanted = tuple(dict.fromkeys(layer for drafter in self._routing.attached for layer in drafter.layers))
         if wanted != self.layers:
@@ -34,7 +34,9 @@ class Capture:
         return bool(self.layers) and any(drafter.layers for drafter in self._routing.of(sequence))
 
     def num_rerun(self, sequence: Sequence) -> int:
-        """Return how many positions before the first computed one must run again for their hidden states."""
+        """Return how many positions before the first computed
+        one must run again for their hidden states.
+        """
         if not self.layers:
             return 0
         wanted = max((drafter.source.needs.num_rerun for drafter in self._routing.of(sequence)), default=0)

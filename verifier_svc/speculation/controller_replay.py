@@ -29,7 +29,8 @@ class _Times:
         known = self.seconds.get(num_rows)
         if known is not None:
             return known
-        # Other code may ask for rows that were not logged: the nearest count that was is the best guess.
+        # Other code may ask for rows that were not logged: the nearest
+        # count that was is the best guess.
         nearest = min(self.seconds, key=lambda rows: abs(rows - num_rows))
         return self.seconds[nearest] * max(num_rows / nearest, 1.0)
 

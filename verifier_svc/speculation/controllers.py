@@ -70,7 +70,10 @@ class DrafterControllers:
         self._known: dict[int, DrafterController] = {}
 
     def of(self, drafter: DrafterHandle) -> DrafterController:
-        """Return the controller of a drafter with a model. Raises OSError if its log cannot be made."""
+        """Return the controller of a drafter with a model.
+
+        Raises OSError if its log cannot be made.
+        """
         known = self._known.get(drafter.number)
         if known is None:
             log = write_anew(Path(f"{self._log}.{drafter.name}")) if self._log else None

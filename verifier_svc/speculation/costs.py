@@ -1,6 +1,8 @@
-"""What steps cost: a plain one by its rows, and one with drafts, which adds waits for drafters and other work.
+"""What steps cost: a plain one by its rows, and one with drafts,
+which adds waits for drafters and other work.
 
-For ordinary steps and look-ups. The controller of overlapped steps has its own estimates: ``shape_costs.py``.
+For ordinary steps and look-ups. The controller of overlapped steps has its own
+estimates: ``shape_costs.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ HOLD_FOR = 16
 
 
 class StepCosts:
-    """Estimates the seconds of a step without prefill by its rows: straight lines between and past measured counts."""
+    """Estimates the seconds of a step without prefill by its rows:
+    straight lines between and past measured counts.
+    """
 
     def __init__(self, measured: dict[int, float]) -> None:
         """``measured``: seconds by rows; at least one entry."""
@@ -45,13 +49,15 @@ class StepCosts:
         return max(seconds[left] + share * (seconds[right] - seconds[left]), seconds[0] * 0.5)
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """Move the curve towards a step that ran: at its rows and above as much, below less and less.
+        """Move the curve towards a step that ran: at its
+        rows and above as much, below less and less.
 
-        Contexts and other processes slow each row down. If a few rows showed it and more rows were believed to be as
-        fast as ever, then rows beyond the few would look cheap.
+        Contexts and other processes slow each row down. If a few rows showed it and more rows were
+        believed to be as fast as ever, then rows beyond the few would look cheap.
         """
         ratio = seconds / self.estimate(num_rows)
-        # A step of three times the estimate was disturbed from outside; it says little of the next one.
+        # A step of three times the estimate was disturbed from outside; it
+        # says little of the next one.
         ratio = min(max(ratio, 1 / 3), 3.0)
         index = bisect.bisect_left(self._rows, num_rows)
         for i in range(len(self._rows)):
@@ -74,21 +80,23 @@ class DraftCosts:
         self._costs = costs
         self._bounds = bounds
         self._num_steps = 0
-        # Seconds of a step outside the target's pass and the waits (asking, taking over, publishing), by whether it
-        # waits for a model.
+        # Seconds of a step outside the target's pass and the waits (asking, taking over,
+        # publishing), by whether it waits for a model.
         self._overhead_s = {False: 0.0, True: 0.0}
         self._waited_s = 0.0
         # Seconds of a step by its rows, without waits, and the step at which they were estimated.
         self._seconds: dict[int, float] = {}
         self._seconds_from = 0
-        # By drafters and batch size: the step at which they were estimated, and relative costs by reach.
+        # By drafters and batch size: the step at which they were estimated,
+        # and relative costs by reach.
         self._cost_lists: dict[tuple[str, int], tuple[int, list[float]]] = {}
 
     def begin_step(self, drafters: Sequence[DrafterHandle], batch: int, num_steps: int = 1) -> None:
         """Begin a step of ``batch`` rows, ``num_steps`` after the last call."""
         self._num_steps += 1
         self._waited_s = -_wait_seconds(drafters)
-        # Otherwise a disturbed time would end drafts for good: without them there is nothing to learn from.
+        # Otherwise a disturbed time would end drafts for good: without them
+        # there is nothing to learn from.
         excess_s = max(self._overhead_s[True] - self._overhead_s[False], 0.0)
         self._overhead_s[True] -= excess_s * (1 - (1 - OVERHEAD_FADING) ** num_steps)
         for drafter in drafters:
@@ -103,11 +111,15 @@ class DraftCosts:
         return self._costs.estimate(batch)
 
     def step_s(self, num_rows: int) -> float:
-        """Return the seconds of an ordinary step of so many decode rows, with waits as in the last one."""
+        """Return the seconds of an ordinary step of so many
+        decode rows, with waits as in the last one.
+        """
         return self._step_s(num_rows) + max(self._waited_s, 0.0)
 
     def best_rate(self, draft: Draft, batch: int) -> float:
-        """Return the speed of a draft's best part over plain decode, if each of ``batch`` rows has one like it."""
+        """Return the speed of a draft's best part over plain decode,
+        if each of ``batch`` rows has one like it.
+        """
         plain_s = self._step_s(batch)
         best, expected = 0.0, 0.0
         for count, chance in enumerate(sorted(draft.path_chances(), reverse=True), start=1):
@@ -120,10 +132,11 @@ class DraftCosts:
         return StepBase(batch, float(batch), self._waited_s)
 
     def best_counts(self, drafts: Sequence[Draft], base: StepBase, free: Sequence[int]) -> list[int]:
-        """Return how many nodes of each draft, with its root, make a step fastest in tokens a second.
+        """Return how many nodes of each draft, with its
+        root, make a step fastest in tokens a second.
 
-        The likeliest nodes of all drafts are taken first, as long as the step gains by them: a node must be worth what
-        it costs the whole batch.
+        The likeliest nodes of all drafts are taken first, as long as the step gains by them: a node
+        must be worth what it costs the whole batch.
 
         Args:
             base: the step without any further node.
@@ -157,7 +170,9 @@ class DraftCosts:
         return seconds
 
     def observe_overhead(self, seconds: float, *, has_model: bool) -> None:
-        """Learn what a step took after the target's pass, and whether it waited for a model meanwhile."""
+        """Learn what a step took after the target's pass, and
+        whether it waited for a model meanwhile.
+        """
         overhead_s = max(seconds - self._waited_s, 0.0)
         known = self._overhead_s[has_model] or self._overhead_s[False] or overhead_s
         # A step that took many times as long was disturbed from outside.
@@ -168,7 +183,8 @@ class DraftCosts:
         self._costs.observe(num_rows, seconds)
 
     def relative(self, drafters: Sequence[DrafterHandle], batch: int) -> list[float]:
-        """Return costs by reach: a step in which ``batch`` rows verify drafts of that reach, over a plain step.
+        """Return costs by reach: a step in which ``batch`` rows verify
+        drafts of that reach, over a plain step.
 
         ``drafters``: of one kind.
         """
@@ -185,9 +201,11 @@ class DraftCosts:
         return costs
 
     def best_plans(self, plans: Sequence[DraftPlan], batch: int) -> list[DraftPlan]:
-        """Return the plans, all of models, that make a step of ``batch`` rows fastest in tokens a second.
+        """Return the plans, all of models, that make a step of
+        ``batch`` rows fastest in tokens a second.
 
-        Those that promise most are taken first. All rows wait for the drafts, be they one row's or everybody's.
+        Those that promise most are taken first. All rows wait for the drafts, be
+        they one row's or everybody's.
         """
         promised = [(plan.rate * self.relative(plan.drafters, batch)[plan.reach], plan) for plan in plans]
         promised.sort(key=lambda pair: -pair[0])
@@ -202,12 +220,16 @@ class DraftCosts:
         return [plan for _, plan in promised[:best]]
 
     def _drafted_step_s(self, drafters: Sequence[DrafterHandle], reach: int, num_rows: int, num_drafting: int) -> float:
-        """Return the seconds of a step of ``num_rows`` rows that waits for drafts of ``num_drafting`` sequences."""
+        """Return the seconds of a step of ``num_rows`` rows that waits
+        for drafts of ``num_drafting`` sequences.
+        """
         seconds = self._costs.estimate(num_rows) + self._overhead_s[drafters[0].has_model]
         return seconds + self.wait_s(drafters, reach, num_drafting)
 
     def wait_s(self, drafters: Sequence[DrafterHandle], reach: int, num_rows: int) -> float:
-        """Return the seconds that a step waits for drafts of so many rows, from drafters that work side by side."""
+        """Return the seconds that a step waits for drafts of so many
+        rows, from drafters that work side by side.
+        """
         return max(
             drafter.record.times.estimate(self._bounds.of_row(True, reach, reach).depth, num_rows)
             if drafter.has_model

@@ -1,4 +1,6 @@
-"""One round of drafting: the drafters of one kind, asked side by side for the trees of the next step."""
+"""One round of drafting: the drafters of one kind, asked
+side by side for the trees of the next step.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ from verifier_svc.speculation.row_state import RowStates
 
 # Tokens that a model may be behind on a row that drafts without it, before it is sent them.
 SEND_BEHIND = 32
-# Tokens a second that a model's own steps must promise, over plain decode's, for the server to choose it by itself:
-# less is lost again in the prompt's KV entries and in sending it what others drafted.
+# Tokens a second that a model's own steps must promise, over plain decode's, for the
+# server to choose it by itself: less is lost again in the prompt's KV entries and in
+# sending it what others drafted.
 MODEL_PAYS_FROM = 1.3
 
 # Drafts that came for a row, by batch slot and generation.
@@ -123,7 +126,10 @@ class DraftRound(ABC):
     def rows_to_draft(
         self, drafter: DrafterHandle, attachment: Attachment, plans: list[DraftPlan], *, max_depth: int | None = None
     ) -> list[DraftRow]:
-        """Return the rows that ask a drafter for what was planned. ``max_depth``: most edges from a root."""
+        """Return the rows that ask a drafter for what was planned.
+
+        ``max_depth``: most edges from a root.
+        """
         rows = []
         room = attachment.sent.most_new_tokens
         for plan in plans:
@@ -156,7 +162,9 @@ class DraftRound(ABC):
 
 
 class LookupRound(DraftRound):
-    """The round of look-up drafters, which have no model: they answer in microseconds, so it ends where it begins."""
+    """The round of look-up drafters, which have no model: they answer in
+    microseconds, so it ends where it begins.
+    """
 
     has_model = False
 
@@ -168,7 +176,9 @@ class LookupRound(DraftRound):
         return any(not drafter.has_model for drafter in self._routing.of(sequence))
 
     def send(self, plans: list[DraftPlan], prompts: Seq[Sequence], others: Seq[Sequence], *, least: int) -> None:
-        """Ask for what was planned and send what is new of sequences. ``read_scouts`` reads the answers.
+        """Ask for what was planned and send what is new of sequences.
+
+        ``read_scouts`` reads the answers.
 
         ``least``: new tokens of one of ``others`` for which it is sent.
         """
@@ -194,7 +204,9 @@ class LookupRound(DraftRound):
 
 
 class ModelRound(DraftRound):
-    """The round of drafters with a model, which take milliseconds: they are asked now, and collected later."""
+    """The round of drafters with a model, which take milliseconds:
+    they are asked now, and collected later.
+    """
 
     has_model = True
 
@@ -216,8 +228,8 @@ class ModelRound(DraftRound):
     def worth_waiting(self, plans: list[DraftPlan], batch: int) -> list[DraftPlan]:
         """Return the plans for which a step of ``batch`` rows should wait.
 
-        A row's gate takes it that all rows draft likewise. If few do, the others wait for nothing. Fixed shapes are
-        exact, and probes are rare.
+        A row's gate takes it that all rows draft likewise. If few do, the others wait for nothing.
+        Fixed shapes are exact, and probes are rare.
         """
         kept: list[DraftPlan] = []
         chosen: list[DraftPlan] = []
@@ -243,12 +255,14 @@ class ModelRound(DraftRound):
                 drafted = self.rows_to_draft(drafter, attachment, plans)
                 rows += drafted
                 asked = {row.slot for row in rows}
-                # Sending what is on the GPU now costs no more than this; later it would be on the host.
+                # Sending what is on the GPU now costs no more than this;
+                # later it would be on the host.
                 least = 1 if drafted and attachment.has_overlap_memory else SEND_BEHIND
                 behind = [
                     s for s in decoding if s.slot not in asked and len(s.tokens) - attachment.sent.length(s) >= least
                 ]
                 rows += self.rows_to_send(drafter, attachment, behind)
-            # A model writes the KV entries that it still owes of a sequence only with ordinary requests.
+            # A model writes the KV entries that it still owes of a sequence
+            # only with ordinary requests.
             may_feed = all((row.slot, row.generation) not in undrafted for row in drafted)
             attachment.post(rows, may_feed=may_feed)

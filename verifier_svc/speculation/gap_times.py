@@ -11,17 +11,19 @@ GAP_SMOOTHING, MOST_GAP_RATIO = 0.05, 4.0
 
 
 class StepGaps:
-    """The gaps before steps with prompts, which take the host longer to launch, and before all others."""
+    """The gaps before steps with prompts, which take the host
+    longer to launch, and before all others.
+    """
 
     def __init__(self) -> None:
         self._gaps = {False: GapTimes(), True: GapTimes()}
 
     def seconds(self, batch: int, *, has_prompts: bool) -> float:
-        """As GapTimes.seconds."""
+        """Return the seconds as GapTimes.seconds does."""
         return self._gaps[has_prompts].seconds(batch)
 
     def observe(self, batch: int, seconds: float, *, has_prompts: bool) -> None:
-        """As GapTimes.observe."""
+        """Record a gap as GapTimes.observe does."""
         self._gaps[has_prompts].observe(batch, seconds)
 
 
@@ -33,7 +35,9 @@ class GapTimes:
         self._means: dict[int, tuple[float, int]] = {}
 
     def seconds(self, batch: int) -> float:
-        """Return the gap with ``batch`` sequences: that of the nearest batch size that was measured."""
+        """Return the gap with ``batch`` sequences: that of
+        the nearest batch size that was measured.
+        """
         if not self._means:
             return FIRST_GAP_S
         size = seq_bucket(batch)

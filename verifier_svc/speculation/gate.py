@@ -1,11 +1,13 @@
 """Decides how many tokens to draft for one row, which may be none.
 
-Smoothed counts estimate for each row the chance ``a`` that a drafted token is accepted if its parent was. A chain of
-k tokens then yields 1 + a + ... + a^k tokens a step, and the gate picks the k with the most tokens per second. Where
-plain decode wins, the gate is shut. It opens now and then for one probe, ever more rarely while probes fail.
+Smoothed counts estimate for each row the chance ``a`` that a drafted token is accepted if its
+parent was. A chain of k tokens then yields 1 + a + ... + a^k tokens a step, and the gate picks the
+k with the most tokens per second. Where plain decode wins, the gate is shut. It opens now and then
+for one probe, ever more rarely while probes fail.
 
-A drafter that has nothing to propose costs a round trip. While that goes on it is asked less often and only scouted:
-nobody waits for the answer, which shows whether asking in earnest is worth it again.
+A drafter that has nothing to propose costs a round trip. While that goes on it is
+asked less often and only scouted: nobody waits for the answer, which shows whether
+asking in earnest is worth it again.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ LEAST_CHANCE = 1e-3
 
 
 def best_reach(acceptance: float, most: int, relative_costs: Sequence[float]) -> tuple[int, float]:
-    """Return the chain length, at most ``most``, with the most tokens a second, and its speed over plain decode.
+    """Return the chain length, at most ``most``, with the most tokens a
+    second, and its speed over plain decode.
 
-    Returns (0, 1.0) where plain decode is faster than any. ``relative_costs``: as ``Gate.num_tokens``.
+    Returns (0, 1.0) where plain decode is faster than any.
+    ``relative_costs``: as ``Gate.num_tokens``.
     """
     best, best_rate, expected, power = 0, 1.0, 1.0, 1.0
     for k in range(1, most + 1):
@@ -74,7 +78,8 @@ class Gate:
     def num_tokens(self, most: int, relative_costs: Sequence[float]) -> int:
         """Return the tokens to draft in the next step, at most ``most``. Called once a step.
 
-        ``relative_costs[k]``: the cost of a step with k drafted tokens a row over a plain step, for k up to ``most``.
+        ``relative_costs[k]``: the cost of a step with k drafted tokens a row over a
+        plain step, for k up to ``most``.
         """
         if most <= 0:
             return 0
@@ -97,7 +102,9 @@ class Gate:
         return min(PROBE_TOKENS, most)
 
     def observe(self, num_accepted: int, depth: int) -> None:
-        """Learn from a step that drafted to ``depth`` >= 1 and accepted ``num_accepted`` of its path."""
+        """Learn from a step that drafted to ``depth`` >= 1
+        and accepted ``num_accepted`` of its path.
+        """
         self._has_begun = True
         self._accepted = self._accepted * MEMORY + num_accepted
         # The token after the last accepted one was tried too, unless the draft ended there.
@@ -115,14 +122,19 @@ class Gate:
             self._scout()
 
     def pauses(self) -> bool:
-        """Return whether nothing is asked in the next step because of misses; then count that step."""
+        """Return whether nothing is asked in the next step because of misses.
+
+        Count that step then.
+        """
         if not self._pause:
             return False
         self._pause -= 1
         return True
 
     def pass_steps(self, count: int) -> None:
-        """Count steps without a call of ``num_tokens``: pauses, and the time to the next probe, are in steps."""
+        """Count steps without a call of ``num_tokens``: pauses, and
+        the time to the next probe, are in steps.
+        """
         paused = min(self._pause, count)
         self._pause -= paused
         self._shut_steps += count - paused
@@ -136,7 +148,8 @@ class Gate:
     def expect_drafts(self, acceptance: float) -> None:
         """Ask in earnest from now on: a model proposes something whenever it is asked.
 
-        ``acceptance``: that of its drafts in other rows, with which a row begins that has not drafted yet.
+        ``acceptance``: that of its drafts in other rows, with which a row
+        begins that has not drafted yet.
         """
         self._in_earnest = True
         self._pause = 0

@@ -16,8 +16,8 @@ from verifier_svc.speculation.model_yield import ModelYield
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 from verifier_svc.speculation.plan import DraftPlan
 
-# Steps after which look-ups are tried although they do not promise what a late launch costs: at first, and at most
-# where tries do not change that.
+# Steps after which look-ups are tried although they do not promise what a late launch costs: at
+# first, and at most where tries do not change that.
 TRY_EVERY, RAREST_TRY = 16, 256
 
 
@@ -26,7 +26,8 @@ class Compared(NamedTuple):
 
     Attributes:
         passed_over: the tree that was found.
-        expected: the tokens that the model's trees yield, as a mean of all rows; None: the look-up promised fewer.
+        expected: the tokens that the model's trees yield, as a mean of all rows;
+            None: the look-up promised fewer.
     """
 
     passed_over: Draft
@@ -36,8 +37,9 @@ class Compared(NamedTuple):
 class Lookups:
     """A run's look-ups. Used by the engine thread alone.
 
-    A look-up needs the tokens of the step before, so the host launches a step with look-ups after it has read that
-    one. Only rows whose look-ups were worth it lately make it wait. The others are scouted while a step runs.
+    A look-up needs the tokens of the step before, so the host launches a step with look-ups after
+    it has read that one. Only rows whose look-ups were worth it lately make it wait. The others are
+    scouted while a step runs.
 
     Args:
         model_yield: what the model's trees yield where a look-up finds something.
@@ -72,7 +74,9 @@ class Lookups:
 
     @property
     def are_due(self) -> bool:
-        """Return whether the next step must wait for look-ups, which need the tokens of all steps in flight."""
+        """Return whether the next step must wait for look-ups,
+        which need the tokens of all steps in flight.
+        """
         return bool(self._plans)
 
     def most_nodes(self, sequence: Sequence) -> int:
@@ -83,7 +87,8 @@ class Lookups:
         return self._round.max_nodes if most is None else min(self._round.max_nodes, 1 + most)
 
     def prepare(self, joined: Items[Sequence], joining: Items[Sequence], *, has_prompts: bool) -> None:
-        """Do what needs no tokens of the step in flight: send prompts, scout, and plan the look-ups of the next step.
+        """Do what needs no tokens of the step in flight: send prompts,
+        scout, and plan the look-ups of the next step.
 
         Args:
             joined: the sequences that have a batch row.
@@ -109,7 +114,9 @@ class Lookups:
         self._round.send(scouts, prompts, [s for s in asking if s not in known], least=SEND_BEHIND)
 
     def _pay(self, plans: list[DraftPlan]) -> bool:
-        """Return whether look-ups promise more than a late launch costs: what it is later than a model's drafts."""
+        """Return whether look-ups promise more than a late launch
+        costs: what it is later than a model's drafts.
+        """
         if not plans:
             return False
         self._num_without += 1
@@ -125,7 +132,9 @@ class Lookups:
         return self._gaps.seconds(batch, has_prompts=self._has_prompts)
 
     def _gain_s(self, plans: list[DraftPlan]) -> float:
-        """Return the seconds in which the batch would make the tokens that look-ups promise beyond the model's."""
+        """Return the seconds in which the batch would make the tokens
+        that look-ups promise beyond the model's.
+        """
         drafting, batch = self._drafting, self._batch
         extra = sum(max(self._tokens(plan) - self._model_tokens(plan.sequence), 0.0) for plan in plans)
         controller = drafting.controller
@@ -138,13 +147,16 @@ class Lookups:
         return sum(chance**level for level in range(plan.reach + 1))
 
     def _model_tokens(self, sequence: Sequence) -> float:
-        """Return the tokens that a step with the model's tree should yield where a look-up finds something."""
+        """Return the tokens that a step with the model's tree
+        should yield where a look-up finds something.
+        """
         expected = self._drafting.expected_tokens(sequence)
         return self._model_yield.tokens(expected, 1 + self._drafting.shape_of(sequence).depth)
 
     def find(self, batch_rows: Items[BatchRow | None], *, is_drafted: bool) -> dict[int, Draft]:
-        """Look up what was planned, once all steps are read. Return the next step's trees, by batch
-        row.
+        """Look up what was planned, once all steps are read.
+
+        Return the next step 's trees, by batch row.
 
         ``is_drafted``: whether the model's trees come, too.
         """
@@ -180,7 +192,9 @@ class Lookups:
     def _chosen(
         self, drafts: dict[int, Draft], batch_rows: Items[BatchRow | None], *, is_drafted: bool
     ) -> dict[int, Draft]:
-        """Return the drafts that promise more than the model's, with the nodes that are worth their rows."""
+        """Return the drafts that promise more than the model's,
+        with the nodes that are worth their rows.
+        """
         drafting = self._drafting
         taken = [(index, batch_row) for index, batch_row in enumerate(batch_rows) if batch_row is not None]
         tokens = {index: drafting.expected_tokens(batch_row.sequence) for index, batch_row in taken}
@@ -188,7 +202,8 @@ class Lookups:
             drafts = {
                 index: draft for index, draft in drafts.items() if not self._passes_over(draft, batch_rows[index])
             }
-        # Nodes that each draft has in any case: those that the step has rows for, and all of a fixed shape.
+        # Nodes that each draft has in any case: those that the step has rows
+        # for, and all of a fixed shape.
         free, num_rows = [], sum(batch_row.width for _, batch_row in taken)
         for index, draft in drafts.items():
             batch_row = batch_rows[index]
@@ -205,15 +220,17 @@ class Lookups:
         return {index: draft for index, draft in best.items() if draft.tree.num_nodes > 1}
 
     def _passes_over(self, draft: Draft, batch_row: BatchRow | None) -> bool:
-        """Decide whether a sequence verifies the model's tree although a look-up has found one;
-        note it if so.
+        """Decide whether a sequence verifies the model's tree although a look-up has found one.
+
+        Note it if so.
 
         It does where the model is known to do better on such text, or to learn whether it does.
         """
         assert batch_row is not None
         sequence, expected = batch_row.sequence, self._drafting.expected_tokens(batch_row.sequence)
         promised = sum(draft.path_chances())
-        # There is no other tree in the first step, and the model yields no more than its deepest path.
+        # There is no other tree in the first step, and the model yields
+        # no more than its deepest path.
         if not batch_row.has_stepped or promised > 1 + self._drafting.shape_of(sequence).depth:
             return False
         promises_more = promised > expected

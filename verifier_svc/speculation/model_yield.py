@@ -1,15 +1,16 @@
 """What a model's trees yield where a look-up has found something.
 
-Text that repeats itself is often easy for the model, too. So the mean over all rows, from which such rows are missing,
-says too little of them, and a look-up seems to gain more than it does. Now and then such a row verifies the model's
-tree instead, and its tokens show it.
+Text that repeats itself is often easy for the model, too. So the mean over all rows, from which
+such rows are missing, says too little of them, and a look-up seems to gain more than it does. Now
+and then such a row verifies the model's tree instead, and its tokens show it.
 """
 
 from __future__ import annotations
 
 import random
 
-# Before anything was compared the model is taken to yield as much as elsewhere, with this many rows' worth of trust.
+# Before anything was compared the model is taken to yield as much as elsewhere, with this many
+# rows' worth of trust.
 PRIOR_ROWS = 4.0
 # What a row still weighs after one more.
 MEMORY = 0.98
@@ -28,7 +29,9 @@ class ModelYield:
         self._random = random.Random(0)
 
     def is_compared(self) -> bool:
-        """Return whether the next row for which something was found verifies the model's tree; then count it.
+        """Return whether the next row for which something was found verifies the model's tree.
+
+        Count it then.
 
         By chance, because sequences come in the order of their batch rows.
         """
@@ -38,7 +41,9 @@ class ModelYield:
         return is_compared
 
     def observe(self, num_tokens: int, expected: float) -> None:
-        """Learn from a row that got ``num_tokens`` by the model's tree, where all rows' mean is ``expected``."""
+        """Learn from a row that got ``num_tokens`` by the model's
+        tree, where all rows' mean is ``expected``.
+        """
         self._ratios = self._ratios * MEMORY + num_tokens / expected
         self._weights = self._weights * MEMORY + 1
 

@@ -122,12 +122,17 @@ class OverlapDrafting:  # large: what a run asks of its drafter, has sent it, an
 
     @property
     def is_resting(self) -> bool:
-        """Return whether steps go on without the drafter, because its drafts have not paid for long."""
+        """Return whether steps go on without the drafter,
+        because its drafts have not paid for long.
+        """
         return self.drafter is None and self.controller is not None
 
     @property
     def common_shape(self) -> Shape | None:
-        """Return the shape that all sequences ask for that are drafted for; None if they differ or leave it open."""
+        """Return the shape that all sequences ask for that are drafted for.
+
+        It is None if they differ or leave it open.
+        """
         if self._own_shapes is None:
             self._own_shapes = set(self._drafted.values())
         return next(iter(self._own_shapes)) if len(self._own_shapes) == 1 else None
@@ -268,8 +273,8 @@ class OverlapDrafting:  # large: what a run asks of its drafter, has sent it, an
         again, because it then does not know the run.
 
         Args:
-            prompt_start: the first row of the memory's ``prompt_hidden`` that belongs to the prompts
-                sent since the last request.
+            prompt_start: the first row of the memory's ``prompt_hidden`` that belongs to the
+                prompts sent since the last request.
             is_last: whether the step was read and ends the run.
         """
         if self.attachment is None or not self.is_current:
@@ -387,8 +392,8 @@ class OverlapDrafting:  # large: what a run asks of its drafter, has sent it, an
     ) -> tuple[DrafterShare, ...]:
         """Count one walk of a step before its tokens are appended; return the drafter's share.
 
-        The tokens count as sent, because the next request includes them. ``got_no_row``: whether the
-        sequence's draft was there, but the batch's rows went to others.
+        The tokens count as sent, because the next request includes them. ``got_no_row``: whether
+        the sequence's draft was there, but the batch's rows went to others.
         """
         if self.attachment is None or sequence not in self._drafted:
             return ()

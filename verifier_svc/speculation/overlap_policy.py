@@ -1,4 +1,6 @@
-"""Decide whether steps overlap with the host's work, who drafts in them, and why not where they do not."""
+"""Decide whether steps overlap with the host's work, who
+drafts in them, and why not where they do not.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from verifier_svc.speculation.row_state import RowStates
 
 
 class OverlapBlock(Enum):
-    """Why the next step cannot overlap with the host's work. The values are the reasons in metrics."""
+    """Why the next step cannot overlap with the host's work.
+
+    The values are the reasons in metrics.
+    """
 
     HOST_WORK = "host_work"  # logprobs of a prompt, or draft trees for a client: the host works between two steps
     NO_FREE_BLOCKS = "no_free_blocks"
@@ -50,7 +55,8 @@ class OverlapPolicy:
         self.controllers = controllers
 
     def drafting(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> OverlapDrafting | OverlapBlock:
-        """Return who drafts while steps overlap: one model on the target's GPU, or nobody; else what prevents it.
+        """Return who drafts while steps overlap: one model on the
+        target's GPU, or nobody; else what prevents it.
 
         Look-up drafters are asked beside it (Lookups).
 
@@ -91,7 +97,10 @@ class OverlapPolicy:
             drafting.add(sequence, self._own_shape(sequence))
 
     def joins(self, sequence: Sequence, drafting: OverlapDrafting) -> bool:
-        """Return whether a sequence that waits may join a run; if not, the run has to end for it."""
+        """Return whether a sequence that waits may join a run.
+
+        If not, the run has to end for it.
+        """
         if needs_host(sequence):
             return False
         if drafting.is_above_limit:
@@ -140,7 +149,10 @@ class OverlapPolicy:
         return bounds.of_row(True, bounds.max_depth, bounds.max_nodes - 1)
 
     def _common_shape(self, sequences: Seq[Sequence]) -> Shape | None:
-        """Return the shape that all these sequences ask for if a model drafts for them; None if they differ."""
+        """Return the shape that all these sequences ask for if a model drafts for them.
+
+        It is None if they differ.
+        """
         common: Shape | None = None
         for sequence in sequences:
             if self._models_of(sequence):
@@ -166,4 +178,4 @@ class OverlapPolicy:
 
 def needs_host(sequence: Sequence) -> bool:
     """Return whether the host works on a sequence's logits or trees between two steps."""
-    return sequence.wants_prompt_logprobs or sequence.returns_trees
+    return sequence.wants_prompt_logprobs or sequence.submission.returns_trees

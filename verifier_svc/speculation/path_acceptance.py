@@ -1,8 +1,9 @@
 """How many tokens a step yields for each shape, from the walks of the steps before.
 
-Chances are kept by depth, because a draft head's later tokens are worse than its first. All chains share their counts.
-A tree, and a chain whose batch shares rows, have counts of their own. Where there are few, they are filled up from the
-shape that was verified last: the misses are a learned share of that shape's.
+Chances are kept by depth, because a draft head's later tokens are worse than its first. All chains
+share their counts. A tree, and a chain whose batch shares rows, have counts of their own. Where
+there are few, they are filled up from the shape that was verified last: the misses are a learned
+share of that shape's.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ from itertools import accumulate
 from verifier_svc.drafters.request import Shape
 from verifier_svc.speculation.candidate_shapes import is_chain
 
-# What a first level is believed to hold before anything was verified, and how many trials that is worth. It is more
-# than most drafters reach, so that a new one is tried.
+# What a first level is believed to hold before anything was verified, and how many trials that is
+# worth. It is more than most drafters reach, so that a new one is tried.
 FIRST_CHANCE = 0.8
 FIRST_TRIALS = 2.0
 # Trials' worth of trust in the level above, and in the shape that was verified last.
 LEVEL_TRIALS = 2.0
 OTHER_TRIALS = 6.0
-# Trials of one step at most: rows of one step are alike, and a large batch must not make the past immovable.
+# Trials of one step at most: rows of one step are alike, and a large batch must
+# not make the past immovable.
 STEP_TRIALS = 16.0
 # Steps after which a step's walks weigh 1/e: many for one row, fewer for many.
 LONGEST_MEMORY, SHORTEST_MEMORY, MEMORY_WALKS = 128, 32, 512
-# The same for the latest shape while nothing is verified, and the trials that are left of it for good; and for others.
+# The same for the latest shape while nothing is verified, and the trials that are left of it for
+# good; and for others.
 IDLE_MEMORY = 64
 IDLE_TRIALS = 4.0
 OTHER_MEMORY = 256
@@ -34,12 +37,13 @@ OTHER_MEMORY = 256
 SHARE_MISSES = 6.0
 MOST_UNUSUAL = 2.0
 SURELY = 0.98
-# A chain with a budget yields no fewer tokens than one with as many rows for everybody, and no more than its rows or
-# all of the chain. It gets this share of the way: the demo model's walks over held-out code with its EAGLE-3 head gave
-# 0.5 to 1. Its misses, levels without a row among them, over the chain's: nodes a row to this power (1.1 to 1.9).
-# Both are needed. Only the first keeps these bounds when few tokens are accepted; only the second, from a budget back
-# to the chain, learns what the drafter's scores are worth. With one for both ways, the tests' synthetic machine made up
-# to 2% (the first) or 9% (the second) fewer tokens a second.
+# A chain with a budget yields no fewer tokens than one with as many rows for everybody, and no more
+# than its rows or all of the chain. It gets this share of the way: the demo model's walks over
+# held-out code with its EAGLE-3 head gave 0.5 to 1. Its misses, levels without a row among them,
+# over the chain's: nodes a row to this power (1.1 to 1.9). Both are needed. Only the first keeps
+# these bounds when few tokens are accepted; only the second, from a budget back to the chain,
+# learns what the drafter's scores are worth. With one for both ways, the tests' synthetic machine
+# made up to 2% (the first) or 9% (the second) fewer tokens a second.
 BUDGET_GAIN = 0.65
 BUDGET_POWER = 1.5
 
@@ -59,10 +63,12 @@ class PathAcceptance:
         self._latest = _CHAINS
         first = self._counts[self._latest] = _Counts(max_depth)
         first.tried[0], first.accepted[0] = FIRST_TRIALS, FIRST_TRIALS * FIRST_CHANCE
-        # Chances of the shape that was verified before the latest one, and the latest one's misses since then.
+        # Chances of the shape that was verified before the latest one, and the
+        # latest one's misses since then.
         self._before: tuple[Shape, list[float]] | None = None
         self._expected_misses = self._misses = 0.0
-        # Chances by family, until something is learned: a decision asks for the same ones many times.
+        # Chances by family, until something is learned: a decision asks
+        # for the same ones many times.
         self._known: dict[Shape, list[float]] = {}
 
     def pass_steps(self, num_steps: int, verified: set[Shape]) -> None:
@@ -98,7 +104,9 @@ class PathAcceptance:
         self._known.clear()
 
     def tokens(self, shape: Shape, *, at_least: float = 0.0) -> float:
-        """Return the tokens that a row of this shape yields a step, if each level holds with this chance or more."""
+        """Return the tokens that a row of this shape yields a step, if
+        each level holds with this chance or more.
+        """
         if shape.depth == 0 or shape.nodes == 1:
             return 1.0
         expected = running = 1.0
@@ -138,7 +146,9 @@ class PathAcceptance:
         return [1 - min(max((1 - chance) * share, 1 - SURELY), 1.0) for chance in self.chances(self._latest)]
 
     def _shared_guesses(self, family: Shape) -> list[float]:
-        """Return the chances of a chain with a budget that follow from the chain's: all are lower by one factor."""
+        """Return the chances of a chain with a budget that follow from
+        the chain's: all are lower by one factor.
+        """
         chances = self.chances(_CHAINS)
         reached = list(accumulate(chances[: family.depth], operator.mul))
         least, most = sum(reached[: family.budget - 1]), min(sum(reached), family.budget - 1.0)
@@ -151,7 +161,9 @@ class PathAcceptance:
         return [chance * high for chance in chances]
 
     def _share(self, family: Shape) -> float:
-        """Return a shape's misses over a chain's: until measured, a tree's fall with the root of its nodes a level."""
+        """Return a shape's misses over a chain's: until measured, a tree's
+        fall with the root of its nodes a level.
+        """
         if is_chain(family):
             return 1.0
         return self._shares.get(family, self._usual_share(family))
@@ -163,7 +175,9 @@ class PathAcceptance:
         return math.sqrt(family.depth / (family.nodes - 1))
 
     def _change_latest(self, family: Shape) -> None:
-        """Learn how the misses of the latest shape compare with those of the one before, then begin with this one."""
+        """Learn how the misses of the latest shape compare with those of
+        the one before, then begin with this one.
+        """
         if self._before is not None and self._expected_misses > 0:
             former = self._before[0]
             tree = self._latest if is_chain(former) else former

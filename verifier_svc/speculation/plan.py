@@ -16,8 +16,8 @@ class DraftPlan(NamedTuple):
         most: the most drafted tokens.
         awaited: whether the step waits for the answer.
         bounds: of the row's trees.
-        rate: the speed over plain decode that the drafts promise if every row of the batch drafts like this one;
-            1 where plain decode is faster.
+        rate: the speed over plain decode that the drafts promise if every row of the batch drafts
+            like this one; 1 where plain decode is faster.
     """
 
     sequence: Sequence

@@ -15,8 +15,8 @@ from verifier_svc.speculation.row_state import RowStates
 # The name by which a request asks for the trees of all attached drafters in one.
 MERGE = "merge"
 AUTO = "auto"
-# A model that does not pay is still tried, by one row at a time, in one of so many steps. Steps are counted and not
-# rows, since all rows of a batch wait for that row's drafts.
+# A model that does not pay is still tried, by one row at a time, in one of so many steps. Steps are
+# counted and not rows, since all rows of a batch wait for that row's drafts.
 MODEL_TRIAL_EVERY = 32
 
 
@@ -60,7 +60,10 @@ class DrafterRouting:
         return self._attached == [drafter for drafter in self._drafters if drafter.is_attached]
 
     def begin_step(self, running: Seq[Sequence]) -> None:
-        """Fix who takes part in this step. Drafters that attach later take part from the next step on."""
+        """Fix who takes part in this step.
+
+        Drafters that attach later take part from the next step on.
+        """
         self._num_steps += bool(running)
         if self._trial is not None and not any(sequence is self._trial for sequence in running):
             self._trial = None
@@ -71,8 +74,8 @@ class DrafterRouting:
     def add(self, source: DraftSource) -> None:
         """Add a drafter. Under a name that was detached it gets that name's number back.
 
-        Numbers never change, since tokens of running sequences carry them. Raises PreconditionError for a name or an
-        address that is taken, and at the limits of drafters and names.
+        Numbers never change, since tokens of running sequences carry them. Raises PreconditionError
+        for a name or an address that is taken, and at the limits of drafters and names.
         """
         for other in self._drafters:
             is_same = source.address and other.name != source.name and other.source.address == source.address
@@ -124,9 +127,9 @@ class DrafterRouting:
     def of(self, sequence: Sequence) -> Seq[DrafterHandle]:
         """Return the attached drafters of a row.
 
-        A row gets the drafters that it names, or all of them, or those that the server chooses from. The server chooses
-        from the first drafter, unless that is a model that does not pay. Beside a model it takes the first look-up
-        drafter, which costs next to nothing to ask.
+        A row gets the drafters that it names, or all of them, or those that the server chooses
+        from. The server chooses from the first drafter, unless that is a model that does not pay.
+        Beside a model it takes the first look-up drafter, which costs next to nothing to ask.
         """
         drafters = self._of_row.get(sequence)
         if drafters is None:
@@ -153,7 +156,10 @@ class DrafterRouting:
         return [drafter for drafter in attached if drafter.name in names]
 
     def _uses_model(self, sequence: Sequence, drafter: DrafterHandle) -> bool:
-        """Return whether a row for which the server chooses drafts with the model. Decided once, before it is sent."""
+        """Return whether a row for which the server chooses drafts with the model.
+
+        Decided once, before it is sent.
+        """
         state = self._rows.of(sequence)
         if state.uses_model is None:
             # A tree of a fixed shape is drafted whatever it costs.

@@ -1,4 +1,4 @@
-"""What the speculator knows of each row: its gates, its bounds, and whether a model drafts for it."""
+"""What the speculator knows of each row: its gates, its bounds, whether a model drafts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class RowState:
         # One for look-up drafters, one for drafters with a model.
         self.lookup_gate = Gate()
         self.model_gate = Gate()
-        # Whether the model that the server would choose drafts for the row; None until that is decided.
+        # Whether the model that the server would choose drafts for the
+        # row; None until that is decided.
         self.uses_model: bool | None = None
         if has_prediction:
             # There is something to propose from the first token on, so nothing to scout for.
@@ -40,7 +41,7 @@ class RowStates:
         state = self._states.get(sequence)
         if state is None:
             bounds = self._bounds.of_request(sequence.speculation.shape)
-            state = self._states[sequence] = RowState(bounds, has_prediction=bool(sequence.prediction_ids))
+            state = self._states[sequence] = RowState(bounds, has_prediction=bool(sequence.submission.prediction_ids))
         return state
 
     def has(self, sequence: Sequence) -> bool:

@@ -1,13 +1,15 @@
-"""What a step of a shape takes: the target's pass over its rows, which was measured, and the rest, which is learned.
+"""What a step of a shape takes: the target's pass over its rows, which was
+measured, and the rest, which is learned.
 
 The rest is one line for all shapes of a batch size, and a small part of each shape's own:
 
     rest = base + level * (1 + depth) + own + factor * prompts
 
-``base`` is what every step takes beside the measured pass (contexts, the host), ``level`` one level of a draft; asking
-for a draft costs as much as a level. ``prompts`` is what the target's pass over the prompts should take. A Kalman
-filter (R. E. Kalman, 1960) for each half-octave of batch sizes learns the four from the steps, whatever their shapes.
-So what slows all shapes down, like growing contexts, makes no shape look better than another.
+``base`` is what every step takes beside the measured pass (contexts, the host), ``level`` one level
+of a draft; asking for a draft costs as much as a level. ``prompts`` is what the target's pass over
+the prompts should take. A Kalman filter (R. E. Kalman, 1960) for each half-octave of batch sizes
+learns the four from the steps, whatever their shapes. So what slows all shapes down, like growing
+contexts, makes no shape look better than another.
 """
 
 from __future__ import annotations
@@ -20,23 +22,26 @@ from numpy.typing import NDArray
 
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 
-# Shares of the target's pass over the batch, before any step was measured: a level's mean, and standard deviations.
+# Shares of the target's pass over the batch, before any step was measured: a level's mean, and
+# standard deviations.
 LEVEL_SHARE = 0.08
 BASE_SPREAD, LEVEL_SPREAD = 0.3, 0.2
 # Of the shape's own pass.
 OWN_SPREAD = 0.02
 PROMPT_SPREAD = 0.15
-# At a batch size near a known one: what is doubted of the known values, as a share of them, by half-octaves between.
+# At a batch size near a known one: what is doubted of the known values, as a share of them, by
+# half-octaves between.
 NEARBY_DOUBT, MOST_DOUBT = 0.25, 1.0
 # Standard deviations of one step: of its time, and of what its prompts take.
 STEP_NOISE, PROMPT_NOISE = 0.06, 0.15
 # Drift in one step: shares of the target's pass over the batch, and of the factor.
 BASE_DRIFT, LEVEL_DRIFT, OWN_DRIFT, PROMPT_DRIFT = 0.008, 0.0004, 0.0008, 0.003
-# A step further off than so many standard deviations was disturbed, and counts as if it were no further. If so many
-# in a row are, it is the estimate that is wrong.
+# A step further off than so many standard deviations was disturbed, and counts as if it were no
+# further. If so many in a row are, it is the estimate that is wrong.
 MOST_OFF, MOST_DISTURBED = 3.0, 3
-# Doubt ends at so many times the first standard deviations. What the steps do not tell apart (base and level, while
-# one shape runs) would else grow with every doubt until rounding makes a variance negative.
+# Doubt ends at so many times the first standard deviations. What the steps do not tell
+# apart (base and level, while one shape runs) would else grow with every doubt until
+# rounding makes a variance negative.
 MOST_DOUBTED = 100.0
 # Steps for which the target's times are taken as they are.
 HOLD_FOR = 64
@@ -56,7 +61,7 @@ class ShapeCosts:
     """Used by the engine thread alone."""
 
     def __init__(self, verify_s: Callable[[int], float]) -> None:
-        """``verify_s``: seconds of the target's pass by rows; infinite where it cannot run so many."""
+        """``verify_s``: seconds of the target's pass by rows; infinite where it cannot run them."""
         self._verify_s = verify_s
         self._held: dict[int, float] = {}
         self._held_for = 0
@@ -66,7 +71,10 @@ class ShapeCosts:
         self._shape = NO_DRAFT
 
     def observe(self, shape: Shape, batch: int, seconds: float, num_prompt_tokens: int) -> None:
-        """Learn from a step. The first one of another shape says more of the change than of the shape."""
+        """Learn from a step.
+
+        The first one of another shape says more of the change than of the shape.
+        """
         self._held_for += 1
         if self._held_for >= HOLD_FOR:
             self._held, self._held_for = {}, 0
@@ -101,7 +109,9 @@ class ShapeCosts:
         return 1.0 if self._latest is None else max(float(self._latest.mean[_FACTOR]), 0.0)
 
     def estimate(self, shape: Shape, batch: int) -> float:
-        """Return the seconds of a step in which ``batch`` rows verify trees of this shape, without prompts."""
+        """Return the seconds of a step in which ``batch`` rows
+        verify trees of this shape, without prompts.
+        """
         verify_s = self.verify(batch * shape.rows)
         if not math.isfinite(verify_s):
             return math.inf
@@ -123,7 +133,9 @@ class ShapeCosts:
         return seconds
 
     def _new_fit(self, batch: int) -> _Fit:
-        """Return what is believed at a batch size where no step was measured: what the nearest one has shown."""
+        """Return what is believed at a batch size where no step was
+        measured: what the nearest one has shown.
+        """
         bucket, verify_s = batch_bucket(batch), self.verify(batch)
         nearest = min(self._fits, key=lambda other: abs(other - bucket), default=None)
         fit = _Fit(verify_s)
@@ -200,14 +212,20 @@ class _Fit:
         self._spread -= np.outer(shared, shared) / variance
 
     def _doubt(self, times: float) -> None:
-        """Multiply the variances, up to a limit. It cuts whole directions, so what is known of sums stays known."""
+        """Multiply the variances, up to a limit.
+
+        It cuts whole directions, so what is known of sums stays known.
+        """
         values, directions = np.linalg.eigh(self._spread / np.outer(self._first_spreads, self._first_spreads))
         doubted = np.minimum(times * values, np.maximum(values, MOST_DOUBTED**2)).clip(min=0.0)
         directions *= self._first_spreads[:, np.newaxis]
         self._spread = (directions * doubted) @ directions.T
 
     def _parts(self, shape: Shape, verify_s: float) -> NDArray[np.float64]:
-        """Return the parts of a step of this shape; only its own part is set. A new shape gets its place."""
+        """Return the parts of a step of this shape; only its own part is set.
+
+        A new shape gets its place.
+        """
         at = self._own.get(shape)
         if at is None:
             at = self._own[shape] = len(self.mean)
@@ -222,5 +240,8 @@ class _Fit:
 
 
 def _levels(shape: Shape) -> int:
-    """Return how many levels' time a shape's drafts take. Asking for them costs as much as a level."""
+    """Return how many levels' time a shape's drafts take.
+
+    Asking for them costs as much as a level.
+    """
     return 0 if shape == NO_DRAFT else 1 + shape.depth

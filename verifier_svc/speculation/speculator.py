@@ -1,8 +1,10 @@
-"""The policy of speculation: which rows draft, how wide, whom they wait for, and when plain decode is best.
+"""The policy of speculation: which rows draft, how wide, whom they
+wait for, and when plain decode is best.
 
-Look-up drafters answer in microseconds: they are asked first, right after a step's tokens are known, and waited for at
-once. Drafters with a model are asked next; where the server chooses for itself, only for rows that are worth more with
-them. Whatever goes wrong with a drafter costs root-only rows and a counter, never an error.
+Look-up drafters answer in microseconds: they are asked first, right after a step's tokens are
+known, and waited for at once. Drafters with a model are asked next; where the server chooses for
+itself, only for rows that are worth more with them. Whatever goes wrong with a drafter costs
+root-only rows and a counter, never an error.
 """
 
 from __future__ import annotations
@@ -89,7 +91,10 @@ class Speculator:
         return self._routing.drafters
 
     def drafter(self, name: str) -> DrafterHandle:
-        """Return the drafter of this name. Any thread may ask. Raises KeyError if there never was one."""
+        """Return the drafter of this name.
+
+        Any thread may ask. Raises KeyError if there never was one.
+        """
         return {drafter.name: drafter for drafter in self.drafters}[name]
 
     @property
@@ -109,14 +114,18 @@ class Speculator:
     def remove_source(self, name: str) -> DraftSource:
         """Remove a drafter; return its source, which the caller closes outside the engine's thread.
 
-        Rows that wait with a tree of it decode plainly in the next step. Raises NotFoundError if there is none.
+        Rows that wait with a tree of it decode plainly in the next step. Raises
+        NotFoundError if there is none.
         """
         drafter = self._routing.remove(name)
         self.trees.drop(drafter.number)
         return drafter.source
 
     def capture(self, sequences: Seq[Sequence]) -> tuple[int, ...]:
-        """Begin a step; return the layers whose hidden states the target captures. Called once a step, before it."""
+        """Begin a step; return the layers whose hidden states the target captures.
+
+        Called once a step, before it.
+        """
         self._routing.begin_step(sequences)
         return self.hidden_states.begin_step(sequences)
 
@@ -129,7 +138,10 @@ class Speculator:
         return self.trees.of(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Forget a sequence that ends; its last tokens go to its drafters with their next requests."""
+        """Forget a sequence that ends.
+
+        Its last tokens go to its drafters with their next requests.
+        """
         self.rows.forget(sequence)
         self._routing.forget(sequence)
         if sequence.slot == NO_SLOT:
@@ -141,8 +153,8 @@ class Speculator:
     def send_prompts(self, prefilling: Seq[Sequence], num_soon: int) -> None:
         """Send drafters the prompts that this step computes: they learn them while the target does.
 
-        Drafters that want hidden states get them by ``post``, when there are some. ``num_soon``: sequences that the
-        batch will have, by which is decided whether a model pays for new ones.
+        Drafters that want hidden states get them by ``post``, when there are some. ``num_soon``:
+        sequences that the batch will have, by which is decided whether a model pays for new ones.
         """
         self._batch = max(num_soon, 1)
         for draft_round in (self.lookup_round, self.model_round):
@@ -153,7 +165,8 @@ class Speculator:
     def post(self, decoding: Seq[Sequence], prefilling: Seq[Sequence]) -> None:
         """Ask for the next step's trees.
 
-        ``decoding``: sequences whose next step is a decode step; ``prefilling``: those in the middle of their prompt.
+        ``decoding``: sequences whose next step is a decode step; ``prefilling``: those in the
+        middle of their prompt.
         """
         self.costs.begin_step(self.drafters, len(decoding))
         self.lookup_round.read_scouts()
@@ -173,7 +186,9 @@ class Speculator:
             self.hidden_states.forget_sent(sequence)
 
     def _is_served(self, plan: DraftPlan, batch: int) -> bool:
-        """Return whether a row for which the server chooses has a draft that promises as much as the model's."""
+        """Return whether a row for which the server chooses has a
+        draft that promises as much as the model's.
+        """
         found = self._found.get(plan.key)
         if found is None or plan.sequence.speculation.drafter != AUTO or plan.bounds.is_fixed:
             return False
@@ -185,7 +200,10 @@ class Speculator:
         return any(attachment.is_awaited for _, attachment in self.model_round.attached())
 
     def collect(self) -> None:
-        """Wait for the trees that were asked for and keep the sound ones; ``draft_of`` returns them afterwards."""
+        """Wait for the trees that were asked for and keep the sound ones.
+
+        ``draft_of`` returns them afterwards.
+        """
         found, self._found = self._found, {}
         for _, attachment in self.model_round.attached():
             self.model_round.collect(attachment, found)

@@ -1,4 +1,6 @@
-"""Learn from what became of drafted trees: the acceptance of rows and drafters, and drafters' counters."""
+"""Learn from what became of drafted trees: the acceptance of
+rows and drafters, and drafters' counters.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class TreeOutcomes:
             record = drafters[share.drafter - 1].record
             if len(shares) == 1:
                 record.acceptance.observe(len(matched), depth)
-                # In a merged tree a node that several drafters proposed counts for one of them only.
+                # In a merged tree a node that several drafters proposed
+                # counts for one of them only.
                 record.watch.observe(len(share.accepted_depths))
             mine = [node for node, source in enumerate(draft.sources) if source == share.drafter]
             record.estimates.observe([draft.scores[node] for node in mine], [node in matched for node in mine])

@@ -123,7 +123,8 @@ securityContext:
   ports:
     - {name: http, containerPort: 8000}
     - {name: grpc, containerPort: 50051}
-  # Asks by HTTP where TLS is, since Kubernetes' gRPC probe speaks none. The Host is one that is always allowed.
+  # Asks by HTTP where TLS is, since Kubernetes' gRPC probe speaks none. The Host
+  # is one that is always allowed.
   {{- if $v.access.tlsSecret }}
   startupProbe:
     httpGet: &health {path: /health, port: http, scheme: HTTPS, httpHeaders: [{name: Host, value: localhost}]}

@@ -1,4 +1,4 @@
-"""Llama 3's tool calls: the reply is a JSON object, with or without ``<|python_tag|>`` before it."""
+"""Llama 3's tool calls: the reply is a JSON object, perhaps after ``<|python_tag|>``."""
 
 from __future__ import annotations
 

@@ -196,7 +196,10 @@ class Pythonic(ToolFormat):
 
 
 def _is_plain(tool: Tool) -> bool:
-    """Whether the schema lists properties whose names can be keywords; others are ``**{...}``."""
+    """Return whether the schema lists properties whose names can be keywords.
+
+    Others are ``**{...}``.
+    """
     properties = tool.schema.get("properties", {})
     return (
         _PLAIN_KEYS.issuperset(tool.schema)

@@ -26,7 +26,8 @@ export class KeyHolder {
 export const clientKey = new KeyHolder("foretoken-key");
 export const operatorKey = new KeyHolder("foretoken-operator-key");
 
-// Returns an answer with a good status; paths are relative to the page, which may be served below a prefix.
+// Returns an answer with a good status; paths are relative to the page, which
+// may be served below a prefix.
 async function call(path, {method = "GET", body, key = clientKey, signal} = {}) {
   const headers = {};
   if (key.value) headers.authorization = `Bearer ${key.value}`;

@@ -1,4 +1,5 @@
-// Shows that a region has more content than fits its width: a shadow on that side, and words above it.
+// Shows that a region has more content than fits its width: a shadow on
+// that side, and words above it.
 
 import {element} from "./dom.js";
 

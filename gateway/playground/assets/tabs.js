@@ -1,4 +1,5 @@
-// Tabs as the ARIA Authoring Practices Guide has them: arrow keys move, one tab is in the tab order.
+// Tabs as the ARIA Authoring Practices Guide has them: arrow keys move,
+// one tab is in the tab order.
 
 export class Tabs {
   // ``onSelect`` gets the selected tab.

@@ -74,7 +74,8 @@ export class Turn {
     for (const panel of this.panels) panel.finish(word);
   }
 
-  // Runs the drafters first: they would learn the text from the plain run. Later, so that neither slows the other.
+  // Runs the drafters first: they would learn the text from the plain run. Later, so
+  // that neither slows the other.
   async run(signal) {
     const [drafted, plain] = this.panels;
     plain?.say("waits for the other run");

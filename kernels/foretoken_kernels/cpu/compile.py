@@ -46,7 +46,7 @@ def cache_folder() -> Path | None:
 
 
 def facts() -> dict[str, str]:
-    """Return what compiled code depends on besides its source: compiler, its settings, and the CPU."""
+    """Return what compiled code depends on besides its source: compiler, settings, CPU."""
     config = _numba.config
     settings = {
         name: value

@@ -61,7 +61,7 @@ def write_kv_entries(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Norm and rotate heads; write queries in place, and keys and values to their KV slots.
+    """Normalize and rotate heads; write queries in place, and keys and values to their KV slots.
 
     Args:
         low, high: float32 [a, b]; the lower and upper halves of heads, bias included. With HAS_NORM

@@ -6,13 +6,13 @@ element's products 16 at a time, in ascending order of the input features, in pa
 length, and the parts are added in their order. The number of rows and features of a program changes
 no bit.
 
-Up to 64 rows, a tile of 16-bit numbers has 64 rows, the fewest that Hopper's fastest matrix instruction
-takes. A missing row costs no memory traffic, and at 64 rows a tensor core still multiplies faster
-than weights arrive (a multiprocessor receives some 32 bytes of them a cycle, 7 TB/s for an H200's
-132). So a decode step of one row waits for memory as in fast mode, and a tree of up to 64 nodes
-costs what one row does. More rows come in tiles of 128, which read a weight half as often; tiles of
-the same features run side by side, so the weight is read from memory once. float32 does not use
-tensor cores, so each row counts: a tile has 16.
+Up to 64 rows, a tile of 16-bit numbers has 64 rows, the fewest that Hopper's fastest matrix
+instruction takes. A missing row costs no memory traffic, and at 64 rows a tensor core still
+multiplies faster than weights arrive (a multiprocessor receives some 32 bytes of them a cycle, 7
+TB/s for an H200's 132). So a decode step of one row waits for memory as in fast mode, and a tree of
+up to 64 nodes costs what one row does. More rows come in tiles of 128, which read a weight half as
+often; tiles of the same features run side by side, so the weight is read from memory once. float32
+does not use tensor cores, so each row counts: a tile has 16.
 """
 
 from __future__ import annotations

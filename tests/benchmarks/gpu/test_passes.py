@@ -1,4 +1,6 @@
-"""The times of a draft's graphs are taken without changing what it drafts; shares of a bandwidth."""
+"""The times of a draft's graphs are taken without
+changing what it drafts; shares of a bandwidth.
+"""
 
 from __future__ import annotations
 

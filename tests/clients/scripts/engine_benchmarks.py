@@ -1,4 +1,6 @@
-"""`vllm bench serve` and SGLang's bench_serving: short loads whose requests all succeed, with speculation reported."""
+"""`vllm bench serve` and SGLang's bench_serving: short loads whose
+requests all succeed, with speculation reported.
+"""
 
 import json
 import subprocess
@@ -9,7 +11,10 @@ import server
 
 
 def run(module: str, *arguments: str) -> str:
-    """Return what a module printed for a short load. Raises RuntimeError with it if the module fails."""
+    """Return what a module printed for a short load.
+
+    Raises RuntimeError with it if the module fails.
+    """
     common = ["--base-url", server.URL, "--model", server.MODEL, "--tokenizer", server.TOKENIZER]
     load = ["--num-prompts", "6", "--max-concurrency", "2", "--random-input-len", "32", "--random-output-len", "32"]
     command = [sys.executable, "-m", *module.split(), *common, *load, *arguments]

@@ -1,4 +1,6 @@
-"""guidellm: a short load whose requests all succeed, with the token counts that the server was asked for."""
+"""guidellm: a short load whose requests all succeed, with the
+token counts that the server was asked for.
+"""
 
 import json
 import subprocess

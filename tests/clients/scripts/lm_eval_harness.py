@@ -1,4 +1,6 @@
-"""lm-eval: log-likelihoods equal transformers', and generated answers are the same without speculation."""
+"""lm-eval: log-likelihoods equal transformers', and generated
+answers are the same without speculation.
+"""
 
 import json
 import os

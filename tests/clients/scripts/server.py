@@ -50,7 +50,7 @@ def chat_text(max_tokens: int) -> str:
 
 
 def is_forecast(arguments: Any) -> bool:
-    """Whether these are arguments that PARAMETERS admits."""
+    """Return whether these are arguments that PARAMETERS admits."""
     return (
         isinstance(arguments, dict)
         and arguments.keys() == {"city", "days"}

@@ -36,7 +36,9 @@ def play(request: pytest.FixtureRequest, plays: Callable[[str], Play]) -> Play:
 
 
 def expected(play: Play, text: Text) -> list[Tree]:
-    """Return the trees of a text after each step, and after two more tokens, by ordinary requests."""
+    """Return the trees of a text after each step, and
+    after two more tokens, by ordinary requests.
+    """
     play.begin([text], 1)
     play.prompts()
     trees = [play.send(step)[0] for step in range(len(text.counts))]
@@ -67,7 +69,10 @@ def start(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_joins_in_a_run(kind: str, plays: Callable[[str], Play]) -> None:
-    """The drafter learns its prompt before its batch row; the host does not know all of the other."""
+    """The drafter learns its prompt before its batch row.
+
+    The host does not know all of the other.
+    """
     play = plays(kind)
     first, second = Text(5, (1, 3, 2, 1), 11), Text(11, (1, 2, 3), 12)
     of_first, of_second = start(play, [first, second])

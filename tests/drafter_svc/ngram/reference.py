@@ -57,7 +57,10 @@ class Sequence:
 
 @dataclass
 class TreeNode:
-    """A node. ``window``: context in the history, if any; ``own``: index in the own text, if any."""
+    """A node.
+
+    ``window``: context in the history, if any; ``own``: index in the own text, if any.
+    """
 
     token: int
     parent: int

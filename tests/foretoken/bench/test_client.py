@@ -136,7 +136,8 @@ def test_a_chats_text_comes_from_its_deltas() -> None:
 
 
 def test_tokens_are_those_of_usage_and_not_chunks() -> None:
-    # A server that puts several tokens in a chunk, several chunks in a segment, and one text in none.
+    # A server that puts several tokens in a chunk, several chunks in a
+    # segment, and one text in none.
     merged = recording(
         (1.0, STREAM_HEAD + chunk(event(text_event("a b c")))),
         (2.0, chunk(event(text_event("d e f g")) + event(text_event("h")))),

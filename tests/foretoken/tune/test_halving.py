@@ -1,4 +1,6 @@
-"""Successive halving, on made-up candidates whose measurements are noisy and whose machine slows down."""
+"""Successive halving, on made-up candidates whose
+measurements are noisy and whose machine slows down.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,9 @@ def test_it_finds_a_setting_near_the_best_in_a_fifth_of_the_grids_rounds(noise: 
 
 
 def test_as_few_rounds_of_each_find_it_less_often() -> None:
-    """What halving is for: with so much noise, the same number of rounds spread evenly does worse."""
+    """What halving is for: with so much noise, the same
+    number of rounds spread evenly does worse.
+    """
     noise = 0.1
 
     def by_halving(seed: int) -> float:

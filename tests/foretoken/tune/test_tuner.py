@@ -1,4 +1,6 @@
-"""The course of a tuning, with made-up measurements: who is measured where, an interrupt, the report."""
+"""The course of a tuning, with made-up measurements: who is
+measured where, an interrupt, the report.
+"""
 
 from __future__ import annotations
 

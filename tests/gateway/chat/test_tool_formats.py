@@ -172,7 +172,7 @@ MARKS = [
 
 @st.composite
 def split_texts(draw: st.DrawFn) -> list[str]:
-    """A text made of cases and of marks in any order, in pieces."""
+    """Draw a text made of cases and of marks in any order, in pieces."""
     parts = draw(st.lists(st.sampled_from(MARKS) | st.sampled_from([case[1] for case in CASES.values()]), max_size=12))
     text = "".join(parts)
     cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=12)))

@@ -1,4 +1,6 @@
-"""Sources report the verifiers there are, again after each change, and stand still when they cannot look."""
+"""Sources report the verifiers there are, again after each
+change, and stand still when they cannot look.
+"""
 
 from __future__ import annotations
 

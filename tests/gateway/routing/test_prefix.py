@@ -1,4 +1,6 @@
-"""Keys of prefixes: alike in every process, apart for tenants, and the same as a conversation grows."""
+"""Keys of prefixes: alike in every process, apart for
+tenants, and the same as a conversation grows.
+"""
 
 from __future__ import annotations
 

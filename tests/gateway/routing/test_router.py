@@ -113,7 +113,9 @@ def test_a_burst_that_is_no_chance_spreads_at_once_and_a_lull_ends_it() -> None:
 
 
 def test_a_prefix_waits_for_no_verifier_while_another_is_free() -> None:
-    """512 streams on two H200s of 256 rows each: the first token took 980 ms where 256 on one took 179."""
+    """512 streams on two H200s of 256 rows each: the first
+    token took 980 ms where 256 on one took 179.
+    """
     fleet = fleet_of(2, rows=256)
     home = route(Router(fleet), prompt(1)).number
     fleet.update(home, load=250, rows=256)
@@ -250,7 +252,9 @@ def test_one_prompt_alone_fills_all_verifiers_under_load() -> None:
 
 @pytest.mark.parametrize("num_verifiers", [1, 2, 7, 33])
 def test_verifiers_may_come_and_go_between_requests(num_verifiers: int) -> None:
-    """Numbers are reused and sets of popular prefixes are made anew: a decision is always an open one."""
+    """Numbers are reused and sets of popular prefixes are
+    made anew: a decision is always an open one.
+    """
     random = np.random.default_rng(5)
     fleet = fleet_of(num_verifiers)
     router = Router(fleet)

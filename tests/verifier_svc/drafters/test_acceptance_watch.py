@@ -1,4 +1,6 @@
-"""One line is logged when hardly any draft is accepted, or half as many as usual; one when that ends."""
+"""One line is logged when hardly any draft is accepted, or
+half as many as usual; one when that ends.
+"""
 
 from __future__ import annotations
 
@@ -105,10 +107,10 @@ class Constant:
         return DrafterNeeds()
 
     def attach(self, target: TargetInfo, weights: object) -> None:
-        """Nothing to prepare."""
+        """Prepare nothing."""
 
     def release(self, slots: Sequence[int]) -> None:
-        """Nothing to forget."""
+        """Forget nothing."""
 
     def gauges(self) -> dict[str, float]:
         return {"constant": 1.0}

@@ -13,7 +13,9 @@ from verifier_svc.model.runner import ModelRunner
 
 
 def test_drafters_get_the_checkpoints_hash_which_is_no_fingerprint(tmp_path: Path) -> None:
-    """Drafters attach before the warm-up, which may change the mode, and with it the fingerprint."""
+    """Drafters attach before the warm-up, which may
+    change the mode, and with it the fingerprint.
+    """
     folder = save_llama(tmp_path, std=0.3, num_hidden_layers=1)
     runner = ModelRunner(folder, threads=1, block_size=4, num_blocks=1)
     settings = VerifierSettings(

@@ -97,7 +97,10 @@ class Play:
         self.attachment = Attachment(cast("DraftTransport", self.stub), 1, self.record, DrafterCounters(), settings)
 
     def ask(self, cost_s: float, num_rows: int = 256) -> bool:
-        """Ask for drafts that take so long once the drafter is free; return whether they came in time."""
+        """Ask for drafts that take so long once the drafter is free.
+
+        Return whether they came in time.
+        """
         self.stub.cost_s = cost_s
         while self.attachment.is_catching_up():
             self.stub.now += 0.01
@@ -106,7 +109,9 @@ class Play:
 
 
 def test_load_that_grows_never_opens_the_circuit() -> None:
-    """The deadline was 200 ms whatever the batch: a drafter that takes longer at a large one was detached."""
+    """The deadline was 200 ms whatever the batch: a drafter that
+    takes longer at a large one was detached.
+    """
     play = Play()
     assert not play.ask(0.3), "nothing is known of it yet"
     assert all(play.ask(0.3) for _ in range(20))

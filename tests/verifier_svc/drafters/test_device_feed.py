@@ -134,7 +134,8 @@ def test_no_hidden_state_comes_to_the_host(odd: str, monkeypatch: pytest.MonkeyP
 def disturbances(runs: Runs, late: Sequence[Request], keys: list[SequenceKey]) -> Iterator[None]:
     """Yield once for each request.
 
-    Now and then a request comes, which ends a run, or an abort of an unknown sequence, which does not.
+    Now and then a request comes, which ends a run, or an abort of an
+    unknown sequence, which does not.
     """
     for request in late:
         for _ in range(4):

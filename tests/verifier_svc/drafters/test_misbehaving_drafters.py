@@ -123,7 +123,7 @@ def trees(
     tokens: tuple[int, int] | None = None,
     parents: tuple[int, int] | None = None,
 ) -> DraftBatch:
-    """A chain of ``num_nodes`` for each row that may draft, with one item changed."""
+    """Return a chain of ``num_nodes`` for each row that may draft, with one item changed."""
     starts, all_tokens, all_parents = [0], [], []
     for row in range(request.num_rows):
         n = num_nodes if request.max_nodes[row] > 1 else 1

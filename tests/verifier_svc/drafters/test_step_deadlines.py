@@ -22,7 +22,9 @@ def test_the_first_draft_of_a_kind_may_take_long_and_says_nothing_of_the_next() 
 
 
 def test_slow_steps_get_four_times_what_they_take() -> None:
-    """A slow card or a large batch opens no circuit: only a drafter slower than its own past does."""
+    """A slow card or a large batch opens no circuit: only
+    a drafter slower than its own past does.
+    """
     deadlines = with_steps(1.5, *[0.15] * 20)
     assert 0.59 < deadlines.seconds("kind") < 0.61
     assert not deadlines.is_excused("kind")

@@ -74,7 +74,9 @@ def test_a_gpu_plan_is_of_its_own_memory_and_names_its_buffers() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama, head dimension 80, no groups"])
 def test_the_plan_has_all_buffers_of_a_pass(name: str, tmp_path: Path, device: str) -> None:
-    """Those of passes that want few logits, too, and hidden states of as many layers as may be kept."""
+    """Those of passes that want few logits, too, and hidden
+    states of as many layers as may be kept.
+    """
     random_model(name).save_pretrained(tmp_path)
     config, weights, cache = loaded(tmp_path, Backend("gpu", torch.device(device)), torch.float32)
     model = DeviceLlama(config, weights, cache, 64, SIZES)

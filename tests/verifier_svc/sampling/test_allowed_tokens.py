@@ -1,4 +1,6 @@
-"""Masks of a tree's nodes are those that the output would meet there, and leave its own state alone."""
+"""Masks of a tree's nodes are those that the output would
+meet there, and leave its own state alone.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +131,9 @@ def follow(vocab: Vocabulary, *, drafts: bool) -> tuple[list[int], list[WalkResu
 
 
 def test_a_limit_ends_a_text_where_it_would_without_drafts(vocab: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The matcher that looks ahead meets it first, which closes the trees and costs nothing else."""
+    """The matcher that looks ahead meets it first, which
+    closes the trees and costs nothing else.
+    """
     monkeypatch.setattr(grammar, "LIMITS", {**grammar.LIMITS, "max_lexer_states": 40})
     want, plain = follow(vocab, drafts=False)
     got, walks = follow(vocab, drafts=True)

@@ -327,7 +327,9 @@ def test_the_checking_process_is_started_again_after_its_death(make: Callable[..
 
 
 def test_the_checking_process_finds_packages_where_this_one_does(folder: Path) -> None:
-    """With packages that only PYTHONPATH names, every grammar was refused: the checker ignored it."""
+    """With packages that only PYTHONPATH names, every
+    grammar was refused: the checker ignored it.
+    """
     code = (
         "import asyncio\n"
         "from tests.support.grammars import regex, vocabulary\n"

@@ -96,7 +96,10 @@ def test_a_machine_that_was_busy_at_start_is_found_out() -> None:
 
 
 def test_a_step_that_takes_longer_than_expected_has_less_room() -> None:
-    """What it takes without prompts is an estimate. Whatever it lacks counts as the prompts' time."""
+    """What it takes without prompts is an estimate.
+
+    Whatever it lacks counts as the prompts' time.
+    """
     made = run(budget(), STEP_64, lambda tokens, _: 0.015 + TOKEN_S * tokens, 40)
     assert made[0][1] > 1.02 * LIMIT
     assert all(0.85 * LIMIT < seconds < 1.02 * LIMIT for _, seconds in made[10:])
@@ -112,7 +115,9 @@ def test_a_pass_is_worth_its_weights() -> None:
 
 
 def test_the_least_is_a_part_of_the_chunk() -> None:
-    """So a prompt takes a bounded number of steps, even on a machine that computes row after row."""
+    """So a prompt takes a bounded number of steps, even
+    on a machine that computes row after row.
+    """
     assert PrefillBudget(512, limit_s=LIMIT, token_s=1e-3, smallest_s=2e-3).least_tokens == 512 // LEAST_PART
     assert PrefillBudget(64, limit_s=LIMIT, token_s=1e-3, smallest_s=2e-3).least_tokens == LEAST_TOKENS
     assert budget(most=10).least_tokens == 10 == budget(most=10).tokens(STEP_64)

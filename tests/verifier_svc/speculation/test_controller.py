@@ -1,4 +1,6 @@
-"""The controller drafts where that pays, in the shape that pays most, on machines that exist in numbers only."""
+"""The controller drafts where that pays, in the shape that pays
+most, on machines that exist in numbers only.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ MACHINES = {
     "rows cost": replace(H200, row_us=6.0),
     "trees hardly better": replace(H200, row_us=1.0, tree_power=-0.15),
     "slow head": replace(H200, level_ms=1.5, row_us=6.0),
-    # What a served load showed at 256: the target's pass takes longer than measured, whatever the shape.
+    # What a served load showed at 256: the target's pass takes longer than
+    # measured, whatever the shape.
     "contexts cost": replace(H200, level_ms=0.15, row_us=0.3, prompt_us=18.0, context_us=16.0),
 }
-# A served load on an H100, 25 November 2026: its measured passes, and what its controller's log shows of the rest.
+# A served load on an H100, 25 November 2026: its measured passes, and what its
+# controller's log shows of the rest.
 H100 = Machine(
     {1: 6.2, 64: 6.45, 128: 6.94, 256: 8.08, 512: 11.26, 768: 16.2, 1024: 21.1, 1536: 31.0, 2048: 40.9},
     level_ms=0.3,
@@ -87,7 +91,9 @@ def test_it_is_never_far_from_plain_decode_or_the_best_shape(machine: str, text:
 
 @pytest.mark.parametrize("batch", [64, 128, 256])
 def test_a_served_load(batch: int) -> None:
-    """Before steps of all shapes shared a line, the log's controller went from shape to shape and lost 5% at 256."""
+    """Before steps of all shapes shared a line, the log's controller
+    went from shape to shape and lost 5% at 256.
+    """
     phases = [Phase(3.0, batch // 4, SERVED, 192), Phase(20.0, batch, SERVED, 192)]
     over_plain, over_best = ratios(H100, phases, bounds=TreeBounds(8, branches=4))
     assert over_plain >= 1.2
@@ -95,7 +101,9 @@ def test_a_served_load(batch: int) -> None:
 
 
 def test_of_nearly_equal_shapes_a_full_batch_takes_the_one_that_leaves_room_for_prompts() -> None:
-    """An H100 at 256 served with steps of 72 ms, under a limit of 60, where others of 52 made as many tokens."""
+    """An H100 at 256 served with steps of 72 ms, under a limit of
+    60, where others of 52 made as many tokens.
+    """
     phases = [Phase(3.0, 64, SERVED, 192), Phase(20.0, 256, SERVED, 192)]
     speeds, steps_s = [], []
     for limit_s in (math.inf, 0.055):

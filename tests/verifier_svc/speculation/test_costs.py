@@ -95,7 +95,10 @@ def test_rows_for_which_a_step_does_not_wait_ask_for_nothing_unless_they_must() 
 
 
 def test_slow_steps_around_a_models_drafts_are_forgotten_while_there_are_none() -> None:
-    """A busy machine made waiting for a model dear. Then nobody waits, so nothing shows that it is cheap again."""
+    """A busy machine made waiting for a model dear.
+
+    Then nobody waits, so nothing shows that it is cheap again.
+    """
     costs, drafter = costs_of({1: 1.0, 8: 1.0}), model_drafter()
     costs.observe_overhead(0.1, has_model=False)
     for _ in range(1000):

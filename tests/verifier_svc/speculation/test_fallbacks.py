@@ -1,4 +1,6 @@
-"""Each decode step without a draft says why, in the request's figures and in the engine's counters."""
+"""Each decode step without a draft says why, in the
+request's figures and in the engine's counters.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ INFO = TargetInfo("hash", VOCAB, 400, 8, NODES, 8, 2, BLOCK, 400, "")
 
 
 def stats_of(runs: Runs, *requests: object) -> SpeculationStats:
-    """Return the figures of all these requests, after the engine's counters were held against them."""
+    """Return the figures of all these requests, after the
+    engine's counters were held against them.
+    """
     results = runs.harness.run(list(requests))  # type: ignore[arg-type]
     stats = SpeculationStats.sum([result.finished.speculation for result in results if result.finished])
     counted = {reason.value: count for reason, count in runs.harness.engine.counters.fallback_steps.items()}

@@ -110,7 +110,10 @@ class Play:
         return results
 
     def run_late(self, at: int, look: Callable[[int], None] = lambda number: None) -> None:
-        """Run two requests; the second comes at step ``at``. ``look`` is called at the launch of each step."""
+        """Run two requests; the second comes at step ``at``.
+
+        ``look`` is called at the launch of each step.
+        """
         harness = self.runs.harness
         keys = [harness.submit(self._requests[0])]
 
@@ -264,7 +267,9 @@ def test_a_model_hides_a_late_launch_only_while_it_drafts(monkeypatch: pytest.Mo
 
 
 def test_the_model_drafts_where_it_does_as_well_as_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over all rows it is expected to do worse, because rows with look-ups say nothing of it: a few are compared."""
+    """Over all rows it is expected to do worse, because rows with
+    look-ups say nothing of it: a few are compared.
+    """
     monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 0.0)
     monkeypatch.setattr(OverlapDrafting, "expected_tokens", lambda self, sequence: 1.2)
     play = Play([request(seed=seed) for seed in range(1, 5)], range(NUM_TOKENS), num_steps=0)
@@ -325,7 +330,9 @@ def test_what_the_model_yields_beside_look_ups_is_learnt_from_a_few_rows() -> No
 
 @pytest.mark.parametrize("with_model", [False, True])
 def test_many_prompts_at_once_are_learnt_in_pieces(monkeypatch: pytest.MonkeyPatch, with_model: bool) -> None:
-    """A look-up drafter may learn on the engine's thread: no step may wait until it has learnt all prompts."""
+    """A look-up drafter may learn on the engine's thread: no step
+    may wait until it has learnt all prompts.
+    """
     most = 2 * BLOCK + 1
     monkeypatch.setattr(sent_tokens, "MOST_LEARNT", most)
     requests = [greedy(seed, 10 * BLOCK, NUM_TOKENS) for seed in range(1, 4)]
@@ -379,14 +386,17 @@ def test_the_gap_before_a_step_with_prompts_is_its_own() -> None:
 def test_look_ups_beside_prompts_are_worth_the_gap_before_such_steps(
     monkeypatch: pytest.MonkeyPatch, with_model: bool
 ) -> None:
-    """A second prompt comes in many pieces while look-ups would help the first sequence in every step."""
+    """A second prompt comes in many pieces while look-ups
+    would help the first sequence in every step.
+    """
     monkeypatch.setattr(StepGaps, "seconds", lambda self, batch, *, has_prompts: 1e9 if has_prompts else 0.0)
     requests = [request(), replace(request(seed=2), prompt=prompt(2, 120))]
     play = Play(requests, range(NUM_TOKENS), with_model=with_model, num_steps=0, chunk_tokens=10)
     if with_model:
         choose(play.runs, lambda step: NO_DRAFT)
     steps = play.runs.steps
-    # Before each step: prompt passes so far, and how many of the steps before had trees from the host.
+    # Before each step: prompt passes so far, and how many of the steps
+    # before had trees from the host.
     seen: list[tuple[int, int]] = []
 
     def look(number: int) -> None:
@@ -486,7 +496,9 @@ def test_prompts_are_computed_beside_trees_that_the_host_has_found(with_model: b
 @pytest.mark.parametrize("what", ["dies", "is late"])
 @pytest.mark.parametrize("at", [10, 17, 24])
 def test_prompts_that_wait_for_a_step_outlive_the_model(what: str, at: int) -> None:
-    """It is lost while the host waits for a step's tokens to look up, and a prompt waits for the next step's pass."""
+    """It is lost while the host waits for a step's tokens to look up, and
+    a prompt waits for the next step's pass.
+    """
     requests = [request("merge"), replace(request("merge", seed=2), prompt=prompt(2, 30))]
     lost_at: list[int] = []
 

@@ -149,7 +149,10 @@ def test_a_batch_that_does_not_agree_is_left_to_the_controller(monkeypatch: pyte
 
 
 def test_a_drafter_that_rests_drafts_for_a_batch_that_asks_for_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that leave the shape open go on without the drafter; one that asks for a shape gets it afterwards."""
+    """Requests that leave the shape open go on without the drafter.
+
+    One that asks for a shape gets it afterwards.
+    """
     monkeypatch.setattr(controllers, "PLAIN_AFTER", 2)
     monkeypatch.setattr(Controller, "choose", lambda self, batch: NO_DRAFT)
     shape = DraftShape(num_steps=2, topk=1, num_draft_tokens=3)

@@ -34,7 +34,9 @@ def test_other_depths_follow_from_two() -> None:
 
 
 def test_what_plain_decode_takes_too_is_no_level() -> None:
-    """Longer contexts than the measured pass had, say: a deeper chain costs only its levels more."""
+    """Longer contexts than the measured pass had, say: a
+    deeper chain costs only its levels more.
+    """
     known = costs()
     for _ in range(20):
         known.observe(NO_DRAFT, 8, PASS_S + 0.003, 0)
@@ -108,7 +110,9 @@ def test_what_cannot_run_takes_for_ever() -> None:
 
 @pytest.mark.parametrize("pause_s", [0.2, 2.0, 30.0])
 def test_pauses_in_a_row_leave_an_estimate(pause_s: float) -> None:
-    """As where a GPU is shared with a drafter that crashes again and again: each pause is a reason to doubt."""
+    """As where a GPU is shared with a drafter that crashes again
+    and again: each pause is a reason to doubt.
+    """
     known = costs()
     for _ in range(50):
         for seconds in (*[pause_s, 0.02] * 4, *[0.006] * 40):
