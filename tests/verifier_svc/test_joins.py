@@ -23,7 +23,7 @@ from tests.support.runs import (
     prompt,
     with_prompt_logprobs,
 )
-from verifier_svc import overlap
+from verifier_svc import overlap_blocks
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT
 from verifier_svc.scheduling.launch_time import LaunchTime
@@ -200,7 +200,7 @@ def test_a_resumed_request_goes_on_within_a_run(drafts: bool) -> None:
 @pytest.mark.parametrize("drafts", [False, True])
 def test_one_that_was_preempted_is_computed_again_within_a_run(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks run out in a run, an ordinary step preempts the youngest, and the next run has it."""
-    monkeypatch.setattr(overlap, "_PAGES_AHEAD", 0)
+    monkeypatch.setattr(overlap_blocks, "_TOKENS_AHEAD", 0)
     requests = [greedy(i, 18, 60) for i in range(3)]
     course = Course(requests, drafts=drafts, num_blocks=44)
     course.run()

@@ -20,7 +20,7 @@ from tests.support.engine_harness import Request, Result
 from tests.support.fitted_models import text
 from tests.support.grammars import END, VOCAB, ids_of, regex
 from tests.support.oracle_drafter import OracleDrafter
-from verifier_svc import overlap
+from verifier_svc import overlap_blocks
 from verifier_svc.messages import SequenceKey
 from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 
@@ -59,7 +59,7 @@ PARAMS = [
 @pytest.mark.slow
 def test_plain_decode(targets: Targets, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run serves sequences that end at different times and get new blocks meanwhile."""
-    monkeypatch.setattr(overlap, "_PAGES_AHEAD", 0)
+    monkeypatch.setattr(overlap_blocks, "_TOKENS_AHEAD", 0)
     target = targets["llama"]
     requests = [Request(text(1, 20 + 3 * i), params) for i, params in enumerate(PARAMS)]
     ahead = on_device.harness(target, (), device)
@@ -134,7 +134,7 @@ def test_trees(targets: Targets, device: str) -> None:
 @pytest.mark.slow
 def test_trees_in_blocks_of_one_that_has_ended(targets: Targets, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its step in flight writes nowhere; the blocks hold the new owner's KV entries."""
-    monkeypatch.setattr(overlap, "_PAGES_AHEAD", 0)
+    monkeypatch.setattr(overlap_blocks, "_TOKENS_AHEAD", 0)
     requests = [
         Request(text(5, 24), SamplingParams(temperature=0.0, max_tokens=7)),
         Request(text(6, 24), SamplingParams(temperature=0.0, max_tokens=40)),

@@ -35,7 +35,7 @@ from tests.support.runs import (
     with_grammar,
 )
 from tests.support.scripted_drafter import ScriptedDrafter
-from verifier_svc import overlap
+from verifier_svc import overlap, overlap_blocks, overlap_times, overlap_wait
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.messages import SequenceKey
 from verifier_svc.scheduling.launch_time import LaunchTime
@@ -45,7 +45,7 @@ from verifier_svc.speculation.lookups import Lookups
 
 
 def test_pages_are_reserved_for_many_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "_PAGES_AHEAD", 5 * BLOCK)
+    monkeypatch.setattr(overlap_blocks, "_TOKENS_AHEAD", 5 * BLOCK)
     sizes = set()
 
     def look(number: int) -> None:
@@ -259,7 +259,7 @@ def test_any_course_of_requests(
     ``with_grammars``: some have a grammar or token masks, which are bound late; for others the host
     works, so some steps do not overlap. Logprobs are the same, bit for bit.
     """
-    monkeypatch.setattr(overlap, "_PAGES_AHEAD", seed % 3 * 5)
+    monkeypatch.setattr(overlap_blocks, "_TOKENS_AHEAD", seed % 3 * 5)
     monkeypatch.setattr(controllers, "PLAIN_AFTER", 4)
     course = Disturbed(seed, drafts=drafts, with_grammars=with_grammars, comes_and_goes=comes_and_goes)
     launch_late_now_and_then(course, monkeypatch)
@@ -281,7 +281,7 @@ def test_any_course_of_requests_with_lookups(
 
     Its trees are larger than the model's.
     """
-    monkeypatch.setattr(overlap, "_PAGES_AHEAD", seed % 3 * 5)
+    monkeypatch.setattr(overlap_blocks, "_TOKENS_AHEAD", seed % 3 * 5)
     monkeypatch.setattr(controllers, "PLAIN_AFTER", 4)
     if seed % 2:
         # Every tree that is found is verified, also where the model's promises more.
@@ -428,7 +428,8 @@ def test_the_first_draft_of_a_kind_may_take_longer(
         return now[0]
 
     fake = SimpleNamespace(perf_counter=clock, monotonic=time.monotonic, sleep=lambda seconds: None)
-    monkeypatch.setattr(overlap, "time", fake)
+    for module in (overlap, overlap_times, overlap_wait):
+        monkeypatch.setattr(module, "time", fake)
     requests = [greedy(1, 6, 40)]
     expected = plain(requests)
     oracle = oracle_of(requests, expected)

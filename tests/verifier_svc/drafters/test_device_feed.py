@@ -32,7 +32,7 @@ from tests.support.runs import (
 )
 from tests.support.scripted_drafter import ScriptedDrafter
 from tests.verifier_svc.drafters.test_device_offer import EPOCH, LAYOUT, LONG_S, attached, client_of, process_at, until
-from verifier_svc import overlap
+from verifier_svc import overlap_blocks
 from verifier_svc.drafters import attachment as attachments
 from verifier_svc.drafters.attachment import AttachmentSettings
 from verifier_svc.drafters.deadline import Deadline
@@ -53,7 +53,7 @@ ODD: dict[str, Callable[[Request], Request]] = {
 
 @pytest.fixture(autouse=True)
 def _no_runs_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "_PAGES_AHEAD", 0)
+    monkeypatch.setattr(overlap_blocks, "_TOKENS_AHEAD", 0)
     keep_masked_steps_ordinary(monkeypatch)
 
 

@@ -10,7 +10,7 @@ from foretoken.drafting import DraftRequest
 from foretoken.sampling import SamplingParams
 from tests.support.engine_harness import Request, Result
 from tests.support.runs import BATCH_ROWS, BLOCK, Runs, greedy, oracle_of, plain
-from verifier_svc import overlap
+from verifier_svc import overlap_blocks
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -37,7 +37,7 @@ def facts(result: Result) -> tuple[Any, ...]:
 @pytest.mark.parametrize("drafts", [False, True])
 def test_blocks_of_one_that_ended_are_given_to_others_of_the_run(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache has no other blocks; those left in the prefix cache serve the next request."""
-    monkeypatch.setattr(overlap, "_PAGES_AHEAD", 0)
+    monkeypatch.setattr(overlap_blocks, "_TOKENS_AHEAD", 0)
     short, long = greedy(1, 22, 10), greedy(2, 6, 70)
     expected = plain([short, long])
     again = Request([*short.prompt, *expected[0].token_ids, 5, 7], SamplingParams(temperature=0.0, max_tokens=12))

@@ -28,7 +28,7 @@ from tests.support.runs import (
     with_grammar,
 )
 from tests.support.scripted_drafter import Nodes, ScriptedDrafter
-from verifier_svc import overlap
+from verifier_svc import overlap_blocks
 from verifier_svc.drafters import sent_tokens
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.speculation.gap_times import FIRST_GAP_S, GapTimes, StepGaps
@@ -465,7 +465,7 @@ def test_trees_of_the_last_ordinary_step_are_verified_by_the_first_overlapped_on
 
 def test_blocks_are_reserved_for_what_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are short, and trees from the host take more rows than the model's."""
-    monkeypatch.setattr(overlap, "_PAGES_AHEAD", 0)
+    monkeypatch.setattr(overlap_blocks, "_TOKENS_AHEAD", 0)
     requests = [greedy(i, 18, 60, speculation=SpeculationOptions(drafter="quick")) for i in range(3)]
     expected = plain(requests)
     texts = [(list(r.prompt), e.token_ids) for r, e in zip(requests, expected, strict=True)]
