@@ -61,16 +61,16 @@ NUM_RESULTS = 64
 
 
 class FreeStep:
-    """The part of ResidentStep that OverlapRuns uses, with results that were made before."""
+    """The part of OverlappedStep that OverlapRuns uses, with results that were made before."""
 
     def __init__(self, memory: OverlapMemory, results: list[dict[str, np.ndarray]], outbox: Outbox) -> None:
         self.memory, self._results, self._outbox = memory, results, outbox
         self.number = 0
-        self.seats: list[BatchRow | None] = []
+        self.rows: list[BatchRow | None] = []
         self._in_flight: deque[tuple[tuple[BatchRow | None, ...], Mapping[int, Draft]]] = deque()
 
-    @property
-    def num_in_flight(self) -> int:
+    def __len__(self) -> int:
+        """Return the number of steps in flight."""
         return len(self._in_flight)
 
     @property
@@ -78,7 +78,12 @@ class FreeStep:
         return self.memory.layout.tokens
 
     @property
-    def seating(self) -> FreeStep:
+    def in_flight(self) -> FreeStep:
+        """Return itself: it keeps its own steps in flight."""
+        return self
+
+    @property
+    def batch_rows(self) -> FreeStep:
         """Return itself: it keeps its own batch rows."""
         return self
 
@@ -86,19 +91,19 @@ class FreeStep:
         """Compile nothing."""
 
     def begin(self, captured_layers: tuple[int, ...], number: int) -> None:
-        self.number, self.seats = number, [None] * self.memory.layout.batch_rows
+        self.number, self.rows = number, [None] * self.memory.layout.batch_rows
 
-    def free_seat(self) -> int:
-        return self.seats.index(None)
+    def free_row(self) -> int:
+        return self.rows.index(None)
 
     def join(self, index: int, batch_row: BatchRow) -> None:
-        self.seats[index] = batch_row
+        self.rows[index] = batch_row
 
     def leave(self, index: int) -> None:
-        self.seats[index] = None
+        self.rows[index] = None
 
     def resize(self, index: int, width: int) -> None:
-        batch_row = self.seats[index]
+        batch_row = self.rows[index]
         assert batch_row is not None
         batch_row.width = width
 
@@ -112,15 +117,14 @@ class FreeStep:
     def is_bound(self) -> bool:
         return True
 
-    def prefill(self, batch: ForwardBatch) -> None:
-        """Compute nothing."""
-
-    def keep_hidden(self, parts: Items[tuple[int, int]]) -> int:
+    def prefill(self, batch: ForwardBatch, parts: Items[tuple[int, int]]) -> int:
+        """Compute nothing; return where hidden states would begin."""
         return 0
 
-    def launch(self, *, is_drafted: bool, found: Mapping[int, Draft]) -> None:
+    def launch(self, *, is_drafted: bool, found: Mapping[int, Draft]) -> bool:
         self.number += 1
-        self._in_flight.append((tuple(self.seats), found))
+        self._in_flight.append((tuple(self.rows), found))
+        return False
 
     def release(self) -> None:
         """Wait for nobody."""

@@ -70,7 +70,7 @@ def load_target(
         return Target(runner, HostWalker(), runner.shared_weights)
     # Only a GPU imports Triton.
     from verifier_svc.model.device_runner import DeviceRunner
-    from verifier_svc.overlap_step import ResidentStep, plain_memory
+    from verifier_svc.overlap_step import OverlappedStep, plain_memory
     from verifier_svc.sampling.device_walker import DeviceWalker
 
     sizes = pass_sizes(settings)
@@ -107,10 +107,10 @@ def load_target(
     if settings.disable_overlap_schedule or flashinfer == "all":
         return Target(on_device, walker, on_device.shared_weights)
     make_step = partial(
-        ResidentStep,
+        OverlappedStep,
         on_device,
         walker,
-        max_seats=settings.max_running_requests,
+        max_batch_rows=settings.max_running_requests,
         max_prompt_rows=settings.chunked_prefill_size,
         simulated=settings.simulate_accept_length,
         graphs=not settings.disable_cuda_graph,

@@ -17,9 +17,10 @@ _MOST_ROWS = 2048
 _ROW_STEPS = ((512, 32), (1024, 64), (_MOST_ROWS, 128))
 # Most prompts.
 _MOST_PROMPTS = 8
-# The fewest seats beside which prompts join a step with a long sequence. Seats' attention has tiles for many trees
-# here, which would keep a few long sequences waiting for longer than the prompts' own pass takes.
-_LEAST_LONG_SEATS = 8
+# The fewest batch rows beside which prompts join a step with a long sequence. The attention of
+# batch rows has tiles for many trees here, which would keep a few long sequences waiting for longer
+# than the prompts' own pass takes.
+_LEAST_LONG_ROWS = 8
 # By the most blocks of a sequence: rows with logits. A pass computes logits for that many rows, also where the step has
 # fewer. Among long sequences there are fewer sizes, because there are rarely many of them.
 _ROW_COUNTS = {NARROW_BLOCKS: (128, 256, 512, 768, 1024), WIDE_BLOCKS: (128, 512)}
@@ -45,29 +46,29 @@ class JoinedSizes:
 
     Attributes:
         most: of any pass.
-        max_seats: seats of a step.
-        max_width: a bound on the rows of one seat.
+        max_batch_rows: batch rows of a step.
+        max_width: a bound on the rows of one batch row.
     """
 
     most: PassSizes
-    max_seats: int
+    max_batch_rows: int
     max_width: int
 
-    def of(self, num_rows: int, num_seats: int, num_blocks: int, prompts: ForwardBatch) -> BatchShape | None:
+    def of(self, num_rows: int, num_batch_rows: int, num_blocks: int, prompts: ForwardBatch) -> BatchShape | None:
         """Return the smallest size that holds a step and these prompts; None: they need a pass of their own.
 
         Args:
-            num_rows, num_seats, num_blocks: of the step.
+            num_rows, num_batch_rows, num_blocks: of the step.
         """
         blocks = min(max(num_blocks, prompts.block_tables.shape[1]), self.most.blocks)
         width = next((width for width in _ROW_COUNTS if blocks <= width), None)
         rows = self._rounded(num_rows + prompts.num_rows)
-        if width is None or (width > NARROW_BLOCKS and num_seats < _LEAST_LONG_SEATS):
+        if width is None or (width > NARROW_BLOCKS and num_batch_rows < _LEAST_LONG_ROWS):
             return None
         if len(runs_of(prompts).seqs) > self._num_prompts or num_rows + prompts.num_rows > rows:
             return None
         sizes = (self._size(rows, count, width) for count in _ROW_COUNTS[width])
-        return next((size for size in sizes if size.wanted >= num_rows and size.seqs >= num_seats), None)
+        return next((size for size in sizes if size.wanted >= num_rows and size.seqs >= num_batch_rows), None)
 
     def all(self, *, is_long: bool) -> Iterator[BatchShape]:
         """Yield every size that ``of`` may return; ``is_long``: those with block tables wider than the narrowest."""
@@ -94,7 +95,7 @@ class JoinedSizes:
         return BatchShape(
             rows,
             min(count, rows, self.most.wanted),
-            min(count, self.max_seats, self.most.seqs),
+            min(count, self.max_batch_rows, self.most.seqs),
             self.max_width,
             min(width, self.most.blocks),
             self._num_prompts,

@@ -23,7 +23,7 @@ because those steps do not write to them:
 
 - Step n, which ends a sequence, sets num_left = 0 (advance_batch) after the target's pass and
   before kv_commit. The host reads step n, and so frees the blocks, after all of that.
-- Step n + 1 may be launched by then. Its lay_out_rows finds num_left = 0 and gives the seat no rows,
+- Step n + 1 may be launched by then. Its lay_out_rows finds num_left = 0 and gives the batch row no rows,
   so it writes and reads no KV entry, has no accepted nodes to move, and no tokens for a drafter.
 - If the host ends a sequence (an abort, a deadline), steps in flight may still write to its blocks.
   A new owner's passes are launched later, so they write after that, and nobody reads between.
@@ -59,7 +59,7 @@ from verifier_svc.speculation.speculator import Speculator
 from verifier_svc.speculation.step_walks import StepWalks
 
 if TYPE_CHECKING:
-    from verifier_svc.overlap_step import ResidentStep
+    from verifier_svc.overlap_step import OverlappedStep
 
 
 class Messages(Protocol):
@@ -85,7 +85,7 @@ class OverlappedRun:
 
     def __init__(
         self,
-        step: ResidentStep,
+        step: OverlappedStep,
         drafting: OverlapDrafting,
         scheduler: Scheduler,
         speculator: Speculator,
@@ -99,11 +99,11 @@ class OverlappedRun:
         self._blocks = OverlapBlocks(step, drafting, scheduler, self._lookups)
         self._times = OverlapTimes(drafting, speculator.costs, scheduler.prefill)
         self._wait = OverlapWait(step, drafting, deadlines)
-        # Running sequences that have no seat yet.
+        # Running sequences that have no batch row yet.
         self._joining: list[Sequence] = list(scheduler.running)
         # The trees' shape in which steps are launched.
         self._launched_shape = drafting.shape
-        # The seats of the last launched step, and where the hidden states of its prompts begin.
+        # The batch rows of the last launched step, and where the hidden states of its prompts begin.
         self._launched: tuple[BatchRow | None, ...] | None = None
         self._prompt_start = 0
         # Of the steps in flight.
@@ -126,7 +126,7 @@ class OverlappedRun:
                 self._let_requests_come()
                 with phase("plan"):
                     messages.handle_messages()
-                    self._free_seats()
+                    self._free_batch_rows()
                     is_ending = messages.is_stopping or not self._plan()
             is_ending |= not self._bind()
             if not is_ending and self._has_work():
@@ -137,9 +137,9 @@ class OverlappedRun:
                 is_sound = self._read_for_lookups()
                 # Prompts wait for this step, so it is launched whether or not the drafter is there.
                 is_ending = not (self._launch(asked, num_prompt_rows) and is_sound)
-            if not step.num_in_flight:
+            if not step.in_flight:
                 break
-            if is_ending or step.num_in_flight == MAX_IN_FLIGHT or not self._has_work():
+            if is_ending or len(step.in_flight) == MAX_IN_FLIGHT or not self._has_work():
                 is_ending |= not self._bind()
                 is_ending |= not self._read()
             self._lifecycle.publish()
@@ -151,11 +151,11 @@ class OverlappedRun:
     def _let_requests_come(self) -> None:
         """Wait while a step runs that takes long enough; who comes after the next launch waits for one step more."""
         step = self._step
-        if step.num_in_flight == 1 and step.is_bound and not self._lookups.are_due:
-            num_seats = sum(seat is not None for seat in step.seating.seats)
-            until = self._times.plan_from(self._launched_shape, num_seats)
+        if len(step.in_flight) == 1 and step.in_flight.is_bound and not self._lookups.are_due:
+            num_batch_rows = sum(batch_row is not None for batch_row in step.batch_rows.rows)
+            until = self._times.plan_from(self._launched_shape, num_batch_rows)
             with self._lifecycle.counters.phase("let_come"):
-                while time.perf_counter() < until and not step.is_done():
+                while time.perf_counter() < until and not step.in_flight.is_done():
                     time.sleep(POLL_S)
         self._times.begin_plan()
 
@@ -182,10 +182,11 @@ class OverlappedRun:
         return not self._lacks_blocks
 
     def _has_work(self) -> bool:
-        """Return whether a prompt waits, or a seat may emit more than steps in flight do."""
-        num_in_flight = self._step.num_in_flight
+        """Return whether a prompt waits, or a batch row may emit more than steps in flight do."""
+        num_in_flight = len(self._step.in_flight)
         return bool(self._joining) or any(
-            seat is not None and seat.sequence.max_new_tokens > num_in_flight for seat in self._step.seating.seats
+            batch_row is not None and batch_row.sequence.max_new_tokens > num_in_flight
+            for batch_row in self._step.batch_rows.rows
         )
 
     # 2. Post the draft.
@@ -209,46 +210,46 @@ class OverlappedRun:
     def _prepare_lookups(self, num_prompt_rows: int) -> None:
         """Do what look-ups can do before the tokens of the step in flight are known."""
         with self._lifecycle.counters.phase("lookup"):
-            seated = [seat.sequence for seat in self._step.seating.seats if seat is not None]
+            seated = [batch_row.sequence for batch_row in self._step.batch_rows.rows if batch_row is not None]
             self._lookups.prepare(seated, self._joining, has_prompts=num_prompt_rows > 0)
 
     def _read_for_lookups(self) -> bool:
         """Read the step in flight if look-ups wait for it. Return False if it had to go on without its trees."""
-        if not self._lookups.are_due or not self._step.num_in_flight:
+        if not self._lookups.are_due or not self._step.in_flight:
             return True
         is_sound = self._read()
-        self._free_seats()
+        self._free_batch_rows()
         return is_sound
 
     def _launch(self, asked: _Asked, num_prompt_rows: int) -> bool:
-        """Seat sequences, look up, and launch the next step. Return whether there was anything to launch."""
+        """Give out batch rows, look up, and launch the next step. Return False if there is nothing to do."""
         step, drafting, phase = self._step, self._drafting, self._lifecycle.counters.phase
         self._join()
         if drafting.shape != self._launched_shape:
             self._launched_shape = drafting.shape
-            for index, seat in enumerate(step.seating.seats):
-                if seat is not None:
-                    step.seating.resize(index, drafting.shape_of(seat.sequence).nodes)
-            step.seating.share_rows(drafting.shape.budget)
-        self._launched = tuple(step.seating.seats)
-        taken = [seat for seat in self._launched if seat is not None]
+            for index, batch_row in enumerate(step.batch_rows.rows):
+                if batch_row is not None:
+                    step.batch_rows.resize(index, drafting.shape_of(batch_row.sequence).nodes)
+            step.batch_rows.share_rows(drafting.shape.budget)
+        self._launched = tuple(step.batch_rows.rows)
+        taken = [batch_row for batch_row in self._launched if batch_row is not None]
         if not taken and not num_prompt_rows:
             self._lacks_blocks = True
             return False
         with phase("lookup"):
             is_drafted = asked.is_drafted and not self._wait.is_lost
-            found = {} if step.num_in_flight else self._lookups.find(self._launched, is_drafted=is_drafted)
-        is_late = self._times.num_read > 0 and not step.num_in_flight
+            found = {} if step.in_flight else self._lookups.find(self._launched, is_drafted=is_drafted)
+        is_late = self._times.num_read > 0 and not step.in_flight
         with phase("launch"):
             has_joined = step.launch(is_drafted=asked.is_drafted, found=found)
         gap_s = self._times.observe_launch(is_late=is_late)
         if is_late:
             self._lookups.observe_gap(gap_s)
-        num_rows = sum(step.seating.num_rows(seat) for seat in taken)
+        num_rows = sum(step.batch_rows.num_rows(batch_row) for batch_row in taken)
         num_found_rows = sum(
-            max(draft.tree.num_nodes - step.seating.num_rows(seat), 0)
+            max(draft.tree.num_nodes - step.batch_rows.num_rows(batch_row), 0)
             for index, draft in found.items()
-            if (seat := self._launched[index]) is not None
+            if (batch_row := self._launched[index]) is not None
         )
         self._facts.append(
             StepFacts(
@@ -270,8 +271,8 @@ class OverlappedRun:
         requests, capture = self._requests, self._speculator.hidden_states
         if not self._joining:
             return 0
-        num_seats = sum(seat is not None for seat in self._step.seating.seats)
-        room = self._scheduler.prefill.tokens(self._times.step_s(self._drafting.shape, num_seats))
+        num_batch_rows = sum(batch_row is not None for batch_row in self._step.batch_rows.rows)
+        room = self._scheduler.prefill.tokens(self._times.step_s(self._drafting.shape, num_batch_rows))
         parts: list[Scheduled] = []
         for sequence in self._joining:
             part = Scheduled(sequence, min(sequence.num_uncomputed - 1, room), 1)
@@ -303,7 +304,7 @@ class OverlappedRun:
         return batch.forward.num_rows
 
     def _join(self) -> None:
-        """Seat the sequences of which all but the last token is computed, and all is sent."""
+        """Give a batch row to the sequences of which all but the last token is computed, and all is sent."""
         waiting: list[Sequence] = []
         for sequence in self._joining:
             is_ready = sequence.num_uncomputed == 1 and self._requests.has_sent(sequence)
@@ -311,8 +312,8 @@ class OverlappedRun:
                 waiting.append(sequence)
                 continue
             width = self._drafting.shape_of(sequence).nodes
-            seat = BatchRow(sequence, width, self._drafting.drafter_number, is_new=not sequence.is_decoding)
-            self._step.seating.join(self._step.seating.free_seat(), seat)
+            batch_row = BatchRow(sequence, width, self._drafting.drafter_number, is_new=not sequence.is_decoding)
+            self._step.batch_rows.join(self._step.batch_rows.free_row(), batch_row)
         self._joining = waiting
 
     # 4. Bind late.
@@ -324,15 +325,15 @@ class OverlappedRun:
         to go on without its trees.
         """
         step, phase = self._step, self._lifecycle.counters.phase
-        if step.is_bound or step.num_in_flight > 1:
+        if step.in_flight.is_bound or len(step.in_flight) > 1:
             return True
         with phase("wait"):
-            is_alive = self._wait.until(step.has_trees, self._facts, self._times.read_at)
+            is_alive = self._wait.until(step.in_flight.has_trees, self._facts, self._times.read_at)
         with phase("bind"):
             step.bind(
                 {
-                    index: ENDED if seat.is_left else seat.sequence.sampler.tree_masks(tokens, parents)
-                    for index, (seat, tokens, parents) in step.trees().items()
+                    index: ENDED if batch_row.is_left else batch_row.sequence.sampler.tree_masks(tokens, parents)
+                    for index, (batch_row, tokens, parents) in step.in_flight.trees().items()
                 }
             )
         return is_alive
@@ -345,8 +346,8 @@ class OverlappedRun:
         with phase("wait"):
             if self._drafting.drafter is None and self._lookups.are_due:
                 # The GPU waits too, and there is no drafter to look after.
-                self._step.wait()
-            is_sound = self._wait.until(self._step.is_done, self._facts, self._times.read_at)
+                self._step.in_flight.wait()
+            is_sound = self._wait.until(self._step.in_flight.is_done, self._facts, self._times.read_at)
         seconds = self._times.mark_done()
         # The first step of a run waits for no draft.
         if is_sound and self._times.num_read:
@@ -361,17 +362,17 @@ class OverlappedRun:
         num_live = 0
         why_none = partial(self._speculator.fallbacks.of_overlapped, drafting=drafting, shape=facts.shape)
         why_first = partial(why_none, is_first=True)
-        for seat, walk, num_nodes, found in self._step.receive():
+        for batch_row, walk, num_nodes, found in self._step.in_flight.receive():
             num_live += num_nodes > 0
-            if num_nodes == 0 or seat.is_left:
+            if num_nodes == 0 or batch_row.is_left:
                 continue
-            sequence = seat.sequence
+            sequence = batch_row.sequence
             self._requests.count_tokens(sequence, len(walk.tokens))
             shares = self._walks.observe(
                 sequence,
                 num_nodes if found is None else 1,
                 len(walk.matched_nodes),
-                got_no_row=bool(facts.shape.budget) and found is None and seat.has_stepped,
+                got_no_row=bool(facts.shape.budget) and found is None and batch_row.has_stepped,
             )
             compared = facts.compared.get(sequence)
             if compared is not None:
@@ -379,25 +380,25 @@ class OverlappedRun:
             if found is not None and num_nodes == found.tree.num_nodes:
                 shares = found.shares(walk.matched_nodes)
                 self._speculator.outcomes.observe(sequence, found, walk.matched_nodes, shares)
-            if seat.is_new:
-                seat.is_new = False
+            if batch_row.is_new:
+                batch_row.is_new = False
                 lifecycle.append(sequence, 1, walk)
             else:
-                lifecycle.commit_decode(sequence, walk, shares, why_none if seat.has_stepped else why_first)
-            # A root alone is a missing tree, unless seats share rows. A text that ends tells too little.
-            if compared is not None and (num_nodes > 1 or facts.shape.budget) and not seat.is_left:
+                lifecycle.commit_decode(sequence, walk, shares, why_none if batch_row.has_stepped else why_first)
+            # A root alone is a missing tree, unless batch rows share rows. A text that ends tells too little.
+            if compared is not None and (num_nodes > 1 or facts.shape.budget) and not batch_row.is_left:
                 self._lookups.observe_model(len(walk.tokens), compared)
-            seat.has_stepped = True
+            batch_row.has_stepped = True
         self._walks.learn(facts.shape)
         lifecycle.count_overlapped_step(self._times.learn(facts))
         self._speculator.limit.count(num_live)
 
-    def _free_seats(self) -> None:
-        """Free the seats of sequences that have ended, and forget those that wait for one."""
-        for index, seat in enumerate(self._step.seating.seats):
-            if seat is not None and seat.is_left:
-                self._step.seating.leave(index)
-                self._drop(seat.sequence)
+    def _free_batch_rows(self) -> None:
+        """Free the batch rows of sequences that have ended, and forget those that wait for one."""
+        for index, batch_row in enumerate(self._step.batch_rows.rows):
+            if batch_row is not None and batch_row.is_left:
+                self._step.batch_rows.leave(index)
+                self._drop(batch_row.sequence)
         for sequence in [sequence for sequence in self._joining if sequence.table is None]:
             self._joining.remove(sequence)
             self._drop(sequence)

@@ -11,7 +11,7 @@ from verifier_svc.speculation.lookups import Lookups
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 
 if TYPE_CHECKING:
-    from verifier_svc.overlap_step import ResidentStep
+    from verifier_svc.overlap_step import OverlappedStep
 
 # Tokens to reserve blocks for in advance, so that block tables change rarely.
 _TOKENS_AHEAD = 64
@@ -20,7 +20,7 @@ _TOKENS_AHEAD = 64
 class OverlapBlocks:
     """The reserved blocks of one run. Only the engine thread uses it."""
 
-    def __init__(self, step: ResidentStep, drafting: OverlapDrafting, scheduler: Scheduler, lookups: Lookups) -> None:
+    def __init__(self, step: OverlappedStep, drafting: OverlapDrafting, scheduler: Scheduler, lookups: Lookups) -> None:
         self._step, self._drafting = step, drafting
         self._scheduler, self._lookups = scheduler, lookups
         # The trees' shape for which blocks were reserved.
@@ -33,7 +33,7 @@ class OverlapBlocks:
         """
         shape = self._drafting.shape
         is_same, self._shape = shape == self._shape, shape
-        for row in self._step.seating.seats:
+        for row in self._step.batch_rows.rows:
             if row is None or (is_same and len(row.sequence.tokens) <= row.enough_until):
                 continue
             if not self.reserve_for(row.sequence):
@@ -46,7 +46,7 @@ class OverlapBlocks:
         # One KV slot more, because a drafter stores the next root's KV entry before the target does.
         width = self._most_nodes(sequence)
         most = sequence.max_len + width + 1
-        in_flight = self._step.num_in_flight * self._most_tokens(sequence)
+        in_flight = len(self._step.in_flight) * self._most_tokens(sequence)
         least = min(len(sequence.tokens) + in_flight + width + 1, most)
         if self._scheduler.has_reserved(sequence, least):
             return True

@@ -1,8 +1,8 @@
 """Which of the captured graphs runs an overlapped step: its own, or a larger one whose spare rows stay empty.
 
 A step without a graph keeps the GPU waiting: the host needs 20 to 30 ms to launch its kernels one by one, where a
-graph of a few hundred rows runs for less than 10. Not all sizes are captured. When most seats of a full batch have
-emptied, the step has few rows among many seats, and what was captured for so many seats has more rows.
+graph of a few hundred rows runs for less than 10. Not all sizes are captured. When most batch rows of a full batch have
+emptied, the step has few rows among many batch rows, and what was captured for so many batch rows has more rows.
 """
 
 from __future__ import annotations
@@ -98,5 +98,5 @@ def _holds(shape: StepShape, asked: StepShape) -> bool:
         and shape.seqs >= asked.seqs
         and shape.max_width >= asked.max_width
         and shape.blocks >= asked.blocks
-        and shape.features == asked.features
+        and shape.captured_layers == asked.captured_layers
     )

@@ -16,7 +16,7 @@ from foretoken_kernels.overlap_state import BatchState, DraftedTrees, StepResult
 from foretoken.models.pinned_buffers import PinnedBuffers
 from foretoken.overlap_memory import OverlapMemory
 from verifier_svc.model.device_runner import DeviceRunner
-from verifier_svc.overlap_stage import Stage, StepShape
+from verifier_svc.overlap_stage import Stage
 from verifier_svc.sampling.device_logprobs import LogprobNumbers, logprob_numbers
 from verifier_svc.sampling.device_masks import SentMasks
 from verifier_svc.sampling.device_walker import DeviceWalker
@@ -27,7 +27,7 @@ class OverlapKernels:
     """Launch the kernels of steps over one memory.
 
     Args:
-        state: the seats in device memory.
+        state: the batch rows in device memory.
         simulated: mean tokens of a step with a tree, for benchmarks only. None: the target decides.
     """
 
@@ -41,17 +41,22 @@ class OverlapKernels:
     ) -> None:
         self._runner, self._walker, self._memory, self._state = runner, walker, memory, state
         self._simulated = simulated
-        device, seats, nodes = state.slots.device, memory.layout.batch_rows, memory.layout.nodes
-        self._owed = torch.zeros(seats, dtype=torch.float32, device=device)
+        device, batch_rows, nodes = state.slots.device, memory.layout.batch_rows, memory.layout.nodes
+        self._owed = torch.zeros(batch_rows, dtype=torch.float32, device=device)
         self._drafted = DraftedTrees(memory.draft_stamp, memory.num_nodes, memory.draft_tokens, memory.draft_parents)
-        sizes = {"stamp": (1,), "num_nodes": (seats,), "tokens": (seats, nodes), "parents": (seats, nodes)}
+        sizes = {
+            "stamp": (1,),
+            "num_nodes": (batch_rows,),
+            "tokens": (batch_rows, nodes),
+            "parents": (batch_rows, nodes),
+        }
         self._found = PinnedBuffers({name: (size, torch.int32) for name, size in sizes.items()}, device)
         self._outcome = StepResults(
             memory.stamp, memory.counts, memory.lengths, memory.num_left, memory.new_tokens, memory.hidden
         )
 
     def send_found(self, found: Mapping[int, Draft], number: int) -> None:
-        """Send trees from the host, by seat, for the step after step ``number``."""
+        """Send trees from the host, by batch row, for the step after step ``number``."""
         self._found.wait()
         host = self._found.host
         host["stamp"][0] = number
@@ -63,8 +68,8 @@ class OverlapKernels:
             host["parents"][index, :num_nodes] = draft.tree.parents
         self._found.send()
 
-    def share_out(self, stage: Stage, shape: StepShape, num_rows: int) -> None:
-        """Divide ``num_rows`` rows among the seats by the scores of their trees, and lay them out."""
+    def share_out(self, stage: Stage, num_rows: int) -> None:
+        """Divide ``num_rows`` rows among the batch rows by the scores of their trees, and lay them out."""
         share_rows(
             self._state,
             self._drafted,
@@ -74,29 +79,29 @@ class OverlapKernels:
             stage.rows.row_starts,
             stage.walk.asked.device["row_starts"],
             num_rows=num_rows,
-            max_width=shape.max_width,
+            max_width=stage.shape.max_width,
         )
-        self.lay_out(stage, shape)
+        self.lay_out(stage)
 
-    def lay_out(self, stage: Stage, shape: StepShape) -> None:
-        """Fill the pass's rows with the seats' trees."""
+    def lay_out(self, stage: Stage) -> None:
+        """Fill the pass's rows with the batch rows' trees."""
         lay_out_rows(
             self._state,
             self._drafted,
             DraftedTrees(**self._found.device),
-            stage.resident.batch.arrays.block_tables,
+            stage.target_pass.batch.arrays.block_tables,
             stage.rows,
             block_size=self._runner.block_size,
             num_slots=self._runner.num_blocks * self._runner.block_size,
             vocab_size=self._runner.config.vocab_size,
-            max_width=shape.max_width,
+            max_width=stage.shape.max_width,
             max_depth=self._memory.layout.tokens - 1,
         )
 
-    def conclude(self, stage: Stage, max_width: int, masks: SentMasks | None = None) -> None:
-        """Sample, walk the trees, and bring seats, cache and results up to date."""
-        walk = stage.walk.result
-        self._walker.sample_and_walk(stage.walk, stage.resident.logits, masks)
+    def conclude(self, stage: Stage, masks: SentMasks | None = None) -> None:
+        """Sample, walk the trees, and bring batch rows, cache and results up to date."""
+        walk, max_width = stage.walk.result, stage.shape.max_width
+        self._walker.sample_and_walk(stage.walk, stage.target_pass.logits, masks)
         if self._simulated is not None:
             force_walk(stage.rows, walk, self._owed, self._simulated, max_width)
         advance_batch(self._state, stage.rows, walk, self._outcome)
@@ -106,27 +111,27 @@ class OverlapKernels:
                 walk.accepted,
                 walk.num_accepted,
                 stage.rows.tree_starts,
-                stage.resident.batch.arrays.block_tables,
+                stage.target_pass.batch.arrays.block_tables,
                 self._runner.block_size,
             )
-        if stage.resident.hidden_states is not None and self._memory.layout.hidden_width:
-            gather_hidden(stage.resident.hidden_states, stage.rows, walk, self._outcome)
+        if stage.target_pass.hidden_states is not None and self._memory.layout.hidden_width:
+            gather_hidden(stage.target_pass.hidden_states, stage.rows, walk, self._outcome)
         self.finish()
 
     def finish(self) -> None:
         """End the step; all that an empty one does."""
         finish_step(self._state, self._outcome)
 
-    def logprobs(self, stage: Stage, seats: Items[int], depth: int, most: int) -> LogprobNumbers:
-        """Launch the logprobs of the tokens that these seats got, ``depth`` of each, real or not.
+    def logprobs(self, stage: Stage, batch_rows: Items[int], depth: int, most: int) -> LogprobNumbers:
+        """Launch the logprobs of the tokens that these batch rows got, ``depth`` of each, real or not.
 
         The next pass overwrites the logits. Which tokens are real is known with the results.
 
         Args:
             most: alternatives of a token.
         """
-        device, walk, logits = self._state.slots.device, stage.walk.result, stage.resident.logits
-        on_host = torch.tensor(seats, dtype=torch.int64)
+        device, walk, logits = self._state.slots.device, stage.walk.result, stage.target_pass.logits
+        on_host = torch.tensor(batch_rows, dtype=torch.int64)
         at = (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
         rows = stage.rows.row_starts[at, None] + walk.nodes[at, :depth]
         tokens = walk.tokens[at, :depth]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum
+from functools import partial
 
 from foretoken.models.device_graph import DeviceGraphs
 from verifier_svc.overlap_graphs import OverlapGraphs
+from verifier_svc.overlap_kernels import OverlapKernels
 from verifier_svc.overlap_sizes import MAX_USUAL_ROWS
-from verifier_svc.overlap_stage import StepShape
+from verifier_svc.overlap_stage import Stage, StepShape
 from verifier_svc.speculation.candidate_shapes import SHARED_FROM
 
 # Steps of other sizes before their graph is captured while requests wait. Where a batch shrinks or grows, most sizes
@@ -32,13 +34,15 @@ class StepParts:
     """Run the parts of steps, by a graph if that pays.
 
     Args:
+        kernels: launches what is around the target's pass.
         graphs: whether to capture any.
 
     Attributes:
         sizes: the sizes whose graphs run steps without prompts.
     """
 
-    def __init__(self, *, graphs: bool) -> None:
+    def __init__(self, kernels: OverlapKernels, *, graphs: bool) -> None:
+        self._kernels = kernels
         self._graphs = DeviceGraphs(graphs, eager_uses=_EAGER_STEPS)
         self.sizes = OverlapGraphs()
 
@@ -55,19 +59,25 @@ class StepParts:
         """Return the parts of this shape that ``capture`` would capture."""
         return [part for part in _parts(shape) if _has_graph(part, shape) and self._graphs.lacks((shape, part))]
 
-    def capture(self, shape: StepShape, launches: Mapping[StepPart, Callable[[], None]]) -> None:
-        """Capture the missing parts of this shape; launch those that have no graph, which compiles their kernels."""
+    def capture(self, stage: Stage, num_rows: int) -> None:
+        """Capture a stage's missing parts, and launch those that have no graph to compile kernels.
+
+        ``num_rows``: those of all trees.
+        """
+        shape = stage.shape
         missing = self.missing(shape)
         for part in _parts(shape):
+            launch = self._launch_of(part, stage, num_rows)
             if part in missing:
-                self._graphs.capture((shape, part), launches[part])
+                self._graphs.capture((shape, part), launch)
             elif not _has_graph(part, shape):
-                launches[part]()
+                launch()
         if not shape.pass_rows:
             self.sizes.add(shape)
 
-    def run(self, shape: StepShape, part: StepPart, launch: Callable[[], None]) -> None:
-        """Launch a part of a step."""
+    def run(self, stage: Stage, part: StepPart, num_rows: int) -> None:
+        """Launch a part of a step. ``num_rows``: those of all trees."""
+        shape, launch = stage.shape, self._launch_of(part, stage, num_rows)
         if shape.rows > MAX_USUAL_ROWS or not _has_graph(part, shape):
             # Many rows keep the GPU busy for longer than the host takes to launch them.
             launch()
@@ -83,6 +93,18 @@ class StepParts:
         if part == StepPart.PASS and self._graphs.enabled and not self._graphs.lacks(key):
             self.sizes.add(shape)
 
+    def _launch_of(self, part: StepPart, stage: Stage, num_rows: int) -> Callable[[], None]:
+        """Return what launches the kernels of a part; a graph captures this."""
+        kernels = self._kernels
+        if part == StepPart.LAY_OUT:
+            return partial(kernels.lay_out, stage)
+        if part == StepPart.SHARE_OUT:
+            # After the rows that are shared there may be prompts.
+            return partial(kernels.share_out, stage, num_rows if stage.shape.pass_rows else stage.shape.rows)
+        if part == StepPart.PASS:
+            return stage.target_pass.launch
+        return partial(kernels.conclude, stage)
+
 
 def _parts(shape: StepShape) -> list[StepPart]:
     """Return the parts that steps of this shape may have."""
@@ -91,5 +113,5 @@ def _parts(shape: StepShape) -> list[StepPart]:
 
 
 def _has_graph(part: StepPart, shape: StepShape) -> bool:
-    """Return whether a graph can run a part: beside prompts, the number of rows to lay out differs in each step."""
+    """Return whether a graph can run a part. Beside prompts each step lays out other rows."""
     return not shape.pass_rows or part in (StepPart.PASS, StepPart.CONCLUDE)

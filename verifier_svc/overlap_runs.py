@@ -20,7 +20,7 @@ from verifier_svc.speculation.overlap_policy import OverlapBlock
 from verifier_svc.speculation.speculator import Speculator
 
 if TYPE_CHECKING:
-    from verifier_svc.overlap_step import ResidentStep
+    from verifier_svc.overlap_step import OverlappedStep
 
 
 class OverlapRuns:
@@ -34,8 +34,8 @@ class OverlapRuns:
 
     def __init__(
         self,
-        make_step: Callable[[OverlapMemory, StreamOrder], ResidentStep],
-        plain: ResidentStep,
+        make_step: Callable[[OverlapMemory, StreamOrder], OverlappedStep],
+        plain: OverlappedStep,
         *,
         timeout_s: float,
     ) -> None:
@@ -43,10 +43,10 @@ class OverlapRuns:
         self._timeout_s = timeout_s
         # The step of each drafter's memory, by drafter number, and the deadlines of its drafts.
         # While attached, step numbers only grow.
-        self._drafted: dict[int, tuple[ResidentStep, StepDeadlines]] = {}
+        self._drafted: dict[int, tuple[OverlappedStep, StepDeadlines]] = {}
         # The captures that are left to do, by step and whether for long sequences,
         # for buffers of this generation.
-        self._captures: dict[tuple[ResidentStep, bool], tuple[int, Iterator[None]]] = {}
+        self._captures: dict[tuple[OverlappedStep, bool], tuple[int, Iterator[None]]] = {}
 
     def run(
         self,
@@ -72,7 +72,7 @@ class OverlapRuns:
         Called while no sequence runs.
         """
         self._forget_memory(speculator.drafters)
-        steps: dict[ResidentStep, tuple[tuple[int, ...], list[ShapeRows]]] = {}
+        steps: dict[OverlappedStep, tuple[tuple[int, ...], list[ShapeRows]]] = {}
         for drafter in speculator.drafters:
             attachment = drafter.attachment
             if attachment is not None and attachment.has_overlap_memory and attachment.has_answered():
@@ -92,12 +92,12 @@ class OverlapRuns:
                 return True
         return False
 
-    def _step_of(self, drafting: OverlapDrafting) -> tuple[ResidentStep, StepDeadlines]:
+    def _step_of(self, drafting: OverlapDrafting) -> tuple[OverlappedStep, StepDeadlines]:
         if drafting.drafter is None or drafting.attachment is None:
             return self._plain, StepDeadlines(self._timeout_s)
         return self._step_for(drafting.drafter, drafting.attachment)
 
-    def _step_for(self, drafter: DrafterHandle, attachment: Attachment) -> tuple[ResidentStep, StepDeadlines]:
+    def _step_for(self, drafter: DrafterHandle, attachment: Attachment) -> tuple[OverlappedStep, StepDeadlines]:
         memory = attachment.transport.overlap_memory
         assert memory is not None
         known = self._drafted.get(drafter.number)

@@ -15,7 +15,7 @@ from verifier_svc.speculation.candidate_shapes import MOST_LARGE_TREE_ROWS, SHAR
 # Numbers of sequences, and rows of a step, whose graphs are captured before the first request.
 _SEAT_COUNTS = (*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 513, 16))
 MAX_USUAL_ROWS = 1024
-# Rows of a few large trees among many seats.
+# Rows of a few large trees among many batch rows.
 _EMPTIED_ROWS = (MOST_LARGE_TREE_ROWS // 4, MOST_LARGE_TREE_ROWS // 2, MOST_LARGE_TREE_ROWS)
 # Rows of steps with long sequences. There are fewer sizes: spare rows matter less where contexts take most of the time.
 _LONG_ROWS = (*range(1, 5), 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, MAX_USUAL_ROWS)
@@ -49,13 +49,15 @@ def rows_of_shapes(shapes: Items[Shape]) -> list[ShapeRows]:
     return sorted({ShapeRows(shape.rows, shape.nodes, has_choice and is_large_tree(shape)) for shape in shapes})
 
 
-def usual_sizes(max_seats: int, most_nodes: int, shapes: Items[ShapeRows], *, has_found: bool) -> Iterator[UsualSize]:
+def usual_sizes(
+    max_batch_rows: int, most_nodes: int, shapes: Items[ShapeRows], *, has_found: bool
+) -> Iterator[UsualSize]:
     """Yield the usual sizes of steps.
 
     Args:
-        max_seats: most sequences.
+        max_batch_rows: most sequences.
         most_nodes: of a tree from the host.
-        shapes, has_found: as for ResidentStep.captures.
+        shapes, has_found: as for OverlappedStep.captures.
     """
     for before, count in pairwise((0, *_SEAT_COUNTS)):
         for mean, most, is_for_few in shapes:
@@ -63,16 +65,18 @@ def usual_sizes(max_seats: int, most_nodes: int, shapes: Items[ShapeRows], *, ha
             if mean < most and count < SHARED_FROM:
                 continue
             # The largest size has as many rows as a graph may have, and holds some counts below its own.
-            if before < max_seats and (before + 1) * mean <= limit:
-                seqs = min(count, max_seats)
+            if before < max_batch_rows and (before + 1) * mean <= limit:
+                seqs = min(count, max_batch_rows)
                 yield UsualSize(min(seqs * mean, limit), seqs, most)
     if has_found:
-        yield from _sizes_with_found(max_seats, most_nodes)
+        yield from _sizes_with_found(max_batch_rows, most_nodes)
     else:
-        yield from _emptied_sizes(max_seats, shapes)
+        yield from _emptied_sizes(max_batch_rows, shapes)
 
 
-def long_sizes(max_seats: int, most_nodes: int, shapes: Items[ShapeRows], *, has_found: bool) -> Iterator[UsualSize]:
+def long_sizes(
+    max_batch_rows: int, most_nodes: int, shapes: Items[ShapeRows], *, has_found: bool
+) -> Iterator[UsualSize]:
     """Yield the usual sizes of steps with sequences that need wider block tables than the narrowest.
 
     Args: as for ``usual_sizes``.
@@ -83,8 +87,8 @@ def long_sizes(max_seats: int, most_nodes: int, shapes: Items[ShapeRows], *, has
     if has_found:
         kinds.append((MAX_USUAL_ROWS, [ShapeRows(1, most_nodes)]))
     count = 1
-    while count <= seq_bucket(max_seats):
-        seqs = min(count, max_seats)
+    while count <= seq_bucket(max_batch_rows):
+        seqs = min(count, max_batch_rows)
         for limit, kind in kinds:
             if not kind:
                 continue
@@ -95,7 +99,7 @@ def long_sizes(max_seats: int, most_nodes: int, shapes: Items[ShapeRows], *, has
         count *= 2
 
 
-def prompt_passes(max_rows: int, max_seats: int, *, is_long: bool) -> Iterator[tuple[int, int]]:
+def prompt_passes(max_rows: int, max_batch_rows: int, *, is_long: bool) -> Iterator[tuple[int, int]]:
     """Yield rows and sequences of the passes over prompts alone: of one, of a few, and of many.
 
     Args:
@@ -106,14 +110,14 @@ def prompt_passes(max_rows: int, max_seats: int, *, is_long: bool) -> Iterator[t
         rows = max_rows - 1 if is_long and count < PROMPT_SEQS[-1] else 0
         while rows < max_rows:
             rows = min(prompt_bucket(max(rows + 1, count)), max_rows)
-            yield rows, min(count, max_seats)
+            yield rows, min(count, max_batch_rows)
 
 
-def _sizes_with_found(max_seats: int, most_nodes: int) -> Iterator[UsualSize]:
+def _sizes_with_found(max_batch_rows: int, most_nodes: int) -> Iterator[UsualSize]:
     """Yield sizes for steps with trees from the host, which may be of any size and belong to any sequences."""
     count = 1
-    while count <= seq_bucket(max_seats):
-        seqs = min(count, max_seats)
+    while count <= seq_bucket(max_batch_rows):
+        seqs = min(count, max_batch_rows)
         rows = count // 2 + 2
         while rows <= min(seqs * most_nodes, MAX_USUAL_ROWS):
             yield UsualSize(rows, seqs, most_nodes)
@@ -121,13 +125,13 @@ def _sizes_with_found(max_seats: int, most_nodes: int) -> Iterator[UsualSize]:
         count *= 2
 
 
-def _emptied_sizes(max_seats: int, shapes: Items[ShapeRows]) -> Iterator[UsualSize]:
-    """Yield sizes for batches that have emptied: the few sequences left draft in large trees, among many seats."""
+def _emptied_sizes(max_batch_rows: int, shapes: Items[ShapeRows]) -> Iterator[UsualSize]:
+    """Yield sizes for batches that have emptied: the few sequences left draft in large trees, among many batch rows."""
     most = max((shape.most for shape in shapes if shape.is_for_few), default=0)
     if not most:
         return
     count = seq_bucket(MOST_LARGE_TREE_ROWS // most + 1)
-    while count <= seq_bucket(max_seats):
+    while count <= seq_bucket(max_batch_rows):
         for rows in _EMPTIED_ROWS:
-            yield UsualSize(rows, min(count, max_seats), most)
+            yield UsualSize(rows, min(count, max_batch_rows), most)
         count *= 2

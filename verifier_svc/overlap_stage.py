@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from foretoken_kernels.overlap_state import StepRows
 
@@ -26,17 +27,17 @@ class StepShape(NamedTuple):
     seqs: int
     max_width: int
     blocks: int
-    features: tuple[int, ...]
+    captured_layers: tuple[int, ...]
     pass_rows: int = 0
 
 
 class Stage:
     """The buffers of one shape."""
 
-    def __init__(self, resident: OverlapPass, walk: WalkStage) -> None:
-        self.resident, self.walk = resident, walk
-        arrays, asked, wanted = resident.batch.arrays, walk.asked.device, resident.batch.shape.wanted
-        # Rows of prompts come after the seats' rows and have no logits.
+    def __init__(self, shape: StepShape, target_pass: OverlapPass, walk: WalkStage) -> None:
+        self.shape, self.target_pass, self.walk = shape, target_pass, walk
+        arrays, asked, wanted = target_pass.batch.arrays, walk.asked.device, target_pass.batch.shape.wanted
+        # Rows of prompts come after those of trees and have no logits.
         self.rows = StepRows(
             row_starts=arrays.row_starts,
             token_ids=arrays.token_ids[:wanted],
@@ -54,9 +55,25 @@ class Stage:
             num_nodes=walk.found.device["num_nodes"],
         )
         self.tables = SendRing(arrays.block_tables, _TABLES_IN_FLIGHT)
-        # Most rows of each seat, where seats share the rows.
-        sizes = {"widths": ((resident.batch.shape.seqs,), torch.int32)}
+        # Most rows of each batch row, where batch rows share the rows.
+        sizes = {"widths": ((target_pass.batch.shape.seqs,), torch.int32)}
         self.widths = PinnedBuffers(sizes, arrays.row_starts.device)
-        # The first row of each seat, and the trees that the rows got.
+        # The first row of each batch row, and the trees that the rows got.
         self.starts = FetchBuffer(arrays.row_starts)
         self.tokens, self.parents = FetchBuffer(asked["tokens"]), FetchBuffer(asked["parents"])
+
+    def fill_walk(self, row_starts: np.ndarray, slots: list[int]) -> None:
+        """Fill the walk's input where no kernel writes it. Padding rows belong to no sequence.
+
+        ``slots``: the batch slots of the sequences, at most one for each sequence of the shape.
+        """
+        asked = self.walk.asked
+        asked.wait()
+        host = asked.host
+        for name in ("row_seqs", "parents", "tokens"):
+            host[name][:] = -1
+        host["row_starts"][:] = row_starts
+        host["slots"][:] = 0
+        host["slots"][: len(slots)] = slots
+        host["max_new"][:] = 1
+        asked.send()

@@ -11,7 +11,7 @@ from verifier_svc.overlap_times import StepFacts
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 
 if TYPE_CHECKING:
-    from verifier_svc.overlap_step import ResidentStep
+    from verifier_svc.overlap_step import OverlappedStep
 
 # Seconds between checks whether a step is done. The next one runs meanwhile, so the GPU does not
 # wait.
@@ -28,7 +28,7 @@ class OverlapWait:
         is_lost: whether a draft was late or the drafter is gone; the run is about to end then.
     """
 
-    def __init__(self, step: ResidentStep, drafting: OverlapDrafting, deadlines: StepDeadlines) -> None:
+    def __init__(self, step: OverlappedStep, drafting: OverlapDrafting, deadlines: StepDeadlines) -> None:
         self._step, self._drafting = step, drafting
         self.deadlines = deadlines
         self.is_lost = False

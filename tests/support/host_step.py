@@ -41,8 +41,8 @@ class _Half:
     found: Mapping[int, Draft]
 
 
-class HostStep:  # large: the interface of ResidentStep, and what tests read
-    """The part of ResidentStep that OverlapRuns uses. Results are there at once, but read a step
+class HostStep:  # large: the interface of OverlappedStep, and what tests read
+    """The part of OverlappedStep that OverlapRuns uses. Results are there at once, but read a step
     late.
 
     ``on_launch``: called with each step's number before it is made. ``is_stuck``: whether the
@@ -79,7 +79,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         self._unread: list[list[BatchRowResult]] = []
         self._half: _Half | None = None
         self._waiting: WaitingPrompts | None = None
-        self.seats: list[BatchRow | None] = []
+        self.rows: list[BatchRow | None] = []
         # The sequences as the last launched step left them; None for one that has ended.
         self._ahead: list[Running | None] = []
         self._joined_at: list[int] = []
@@ -93,8 +93,8 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         """Whether prompts wait for the next step."""
         return self._waiting is not None
 
-    @property
-    def num_in_flight(self) -> int:
+    def __len__(self) -> int:
+        """Return the number of steps in flight."""
         return len(self._unread)
 
     @property
@@ -102,7 +102,12 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         return self.memory.layout.tokens
 
     @property
-    def seating(self) -> HostStep:
+    def in_flight(self) -> HostStep:
+        """Return itself: it keeps its own steps in flight."""
+        return self
+
+    @property
+    def batch_rows(self) -> HostStep:
         """Return itself: it keeps its own batch rows."""
         return self
 
@@ -114,13 +119,13 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         self.number, self._captured_layers = number, captured_layers
         self.num_runs += 1
         batch_rows = self.memory.layout.batch_rows
-        self.seats, self._ahead, self._joined_at = [None] * batch_rows, [None] * batch_rows, [0] * batch_rows
+        self.rows, self._ahead, self._joined_at = [None] * batch_rows, [None] * batch_rows, [0] * batch_rows
 
-    def free_seat(self) -> int:
-        return self.seats.index(None)
+    def free_row(self) -> int:
+        return self.rows.index(None)
 
     def join(self, index: int, batch_row: BatchRow) -> None:
-        assert self.seats[index] is None
+        assert self.rows[index] is None
         sequence = copy.copy(batch_row.sequence)
         sequence.tokens = list(sequence.tokens)
         assert sequence.num_uncomputed == 1
@@ -136,13 +141,13 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
                 choice_index=sequence.choice_index,
                 vocab_limit=sequence.sampler._vocab_limit,
             )
-        self.seats[index], self._ahead[index], self._joined_at[index] = batch_row, sequence, self.number
+        self.rows[index], self._ahead[index], self._joined_at[index] = batch_row, sequence, self.number
 
     def leave(self, index: int) -> None:
-        self.seats[index] = self._ahead[index] = None
+        self.rows[index] = self._ahead[index] = None
 
     def resize(self, index: int, width: int) -> None:
-        batch_row = self.seats[index]
+        batch_row = self.rows[index]
         assert batch_row is not None
         batch_row.width = width
 
@@ -179,18 +184,18 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         self._on_launch(self.number + 1)
         self.num_found.append(len(found))
         self._widths = self._shared_widths(found)
-        parts = [self._part(index, is_drafted, found.get(index)) for index in range(len(self.seats))]
-        self.num_running.append(sum(batch_row is not None for batch_row in self.seats))
+        parts = [self._part(index, is_drafted, found.get(index)) for index in range(len(self.rows))]
+        self.num_running.append(sum(batch_row is not None for batch_row in self.rows))
         live = [part for part in parts if part is not None]
         batch, logits = None, torch.zeros(0)
         self.number += 1
         if live:
             batch = build_batch(live, self._block_size, self._scratch)
             logits = self._target.forward(batch.forward, self._captured_layers)
-        self._half = _Half(list(self.seats), parts, batch, logits, found)
+        self._half = _Half(list(self.rows), parts, batch, logits, found)
         self._unread.append([])
         self.most_in_flight = max(self.most_in_flight, len(self._unread))
-        if not any(batch_row is not None and batch_row.is_masked for batch_row in self.seats):
+        if not any(batch_row is not None and batch_row.is_masked for batch_row in self.rows):
             self._conclude({})
         return has_joined
 
@@ -236,10 +241,10 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
 
     def _shared_widths(self, found: Mapping[int, Draft]) -> list[int]:
         """Return the most nodes of each sequence; of shared rows, the nodes of the best scores get them."""
-        most = [0 if batch_row is None else batch_row.width for batch_row in self.seats]
+        most = [0 if batch_row is None else batch_row.width for batch_row in self.rows]
         batch_rows = {
             index: batch_row
-            for index, batch_row in enumerate(self.seats)
+            for index, batch_row in enumerate(self.rows)
             if batch_row is not None and index not in found
         }
         places = sorted(
@@ -253,7 +258,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         return most
 
     def _part(self, index: int, is_drafted: bool, found: Draft | None) -> Scheduled | None:
-        sequence, batch_row = self._ahead[index], self.seats[index]
+        sequence, batch_row = self._ahead[index], self.rows[index]
         if sequence is None:
             return None
         assert sequence.table is not None and batch_row is not None and batch_row.sequence.table is not None
@@ -273,7 +278,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
         return part
 
     def _tree(self, index: int, sequence: Running) -> DraftTree | None:
-        memory, batch_row = self.memory, self.seats[index]
+        memory, batch_row = self.memory, self.rows[index]
         assert batch_row is not None
         if int(memory.draft_stamp) != self.number:
             return None
@@ -337,7 +342,7 @@ class HostStep:  # large: the interface of ResidentStep, and what tests read
                 memory.hidden[at : at + count] = hidden[first : first + count]
                 first += count
             # Another may have the batch row by now.
-            if has_ended and self.seats[index] is batch_row:
+            if has_ended and self.rows[index] is batch_row:
                 self._ahead[index] = None
             results.append(BatchRowResult(batch_row, walk, num_nodes, half.found.get(index)))
         memory.stamp.fill_(self.number)

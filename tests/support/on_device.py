@@ -17,7 +17,7 @@ from verifier_svc.drafters.device_offer import DeviceOffer
 from verifier_svc.model.attention_choice import FlashInferPasses
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.overlap_runs import OverlapRuns
-from verifier_svc.overlap_step import ResidentStep, plain_memory
+from verifier_svc.overlap_step import OverlappedStep, plain_memory
 from verifier_svc.sampling.device_walker import DeviceWalker
 
 MAX_RUNNING = 8
@@ -45,7 +45,7 @@ def harness(  # noqa: PLR0913 - an engine's settings
 
     ``algorithms``: the drafters, on the device too, except n-grams. ``overlap``: whether steps
     overlap where they can. ``num_steps``: levels of a fixed tree shape; 0: shapes that pay.
-    ``simulated``: as in ResidentStep. ``strict``: whether a row of the target has the same bits in
+    ``simulated``: as in OverlappedStep. ``strict``: whether a row of the target has the same bits in
     any batch. ``flashinfer``: as in DeviceRunner.
     """
     backend = Backend("gpu", torch.device(device))
@@ -71,10 +71,10 @@ def harness(  # noqa: PLR0913 - an engine's settings
         graphs=graphs,
     )
     make_step = partial(
-        ResidentStep,
+        OverlappedStep,
         runner,
         walker,
-        max_seats=MAX_RUNNING,
+        max_batch_rows=MAX_RUNNING,
         max_prompt_rows=rows,
         simulated=simulated,
         graphs=graphs,

@@ -11,8 +11,8 @@ from foretoken.models.batch import ForwardBatch, blank_batch
 from foretoken.models.device_sizes import PassSizes
 from verifier_svc.joined_prompts import JoinedSizes
 
-LARGE = JoinedSizes(PassSizes(rows=8192, wanted=4096, seqs=256, blocks=512), max_seats=256, max_width=32)
-SMALL = JoinedSizes(PassSizes(rows=100, wanted=40, seqs=4, blocks=8), max_seats=4, max_width=8)
+LARGE = JoinedSizes(PassSizes(rows=8192, wanted=4096, seqs=256, blocks=512), max_batch_rows=256, max_width=32)
+SMALL = JoinedSizes(PassSizes(rows=100, wanted=40, seqs=4, blocks=8), max_batch_rows=4, max_width=8)
 
 
 def prompts(rows: int, seqs: int = 1) -> ForwardBatch:
@@ -29,7 +29,7 @@ def test_a_size_holds_what_it_is_chosen_for_and_has_a_graph(
         size = sizes.of(num_rows, num_batch_rows, 1, prompts(num_prompt_rows))
         total = num_rows + num_prompt_rows
         fits = total <= min(2048, sizes.most.rows) and num_rows <= min(1024, sizes.most.wanted)
-        if num_batch_rows > sizes.max_seats or not fits:
+        if num_batch_rows > sizes.max_batch_rows or not fits:
             assert size is None
         else:
             assert size is not None and size in sizes.all(is_long=False)
@@ -46,7 +46,7 @@ def test_few_rows_are_empty() -> None:
 def test_what_no_graph_holds_has_a_pass_of_its_own() -> None:
     assert LARGE.of(16, 16, 128, prompts(300, 8)) is not None
     assert LARGE.of(16, 16, 128, prompts(300, 9)) is None
-    longer = JoinedSizes(LARGE.most._replace(blocks=8192), max_seats=256, max_width=32)
+    longer = JoinedSizes(LARGE.most._replace(blocks=8192), max_batch_rows=256, max_width=32)
     assert longer.of(16, 16, 1024, prompts(300)) is not None
     assert longer.of(16, 16, 1025, prompts(300)) is None
 

@@ -61,7 +61,7 @@ def test_no_graph_holds_what_is_larger_or_of_another_kind() -> None:
     assert graphs.choose(size(16, 17)) is None
     assert graphs.choose(size(16, 2, width=9)) is None
     assert graphs.choose(size(16, 2, blocks=129)) is None
-    assert graphs.choose(size(16, 2)._replace(features=(3,))) is None
+    assert graphs.choose(size(16, 2)._replace(captured_layers=(3,))) is None
     graphs.clear()
     assert graphs.choose(size(16, 2)) is None and not graphs.is_due
 
@@ -127,39 +127,39 @@ def captured_usual(usual: Iterable[UsualSize], blocks: int = 1) -> OverlapGraphs
     return captured(*(StepShape(*captured_sizes(rows, seqs, width, blocks), LAYERS) for rows, seqs, width in usual))
 
 
-@pytest.mark.parametrize("max_seats", [1, 7, 100, 256, 500])
+@pytest.mark.parametrize("max_batch_rows", [1, 7, 100, 256, 500])
 @pytest.mark.parametrize(("mean", "most"), [(1, 1), (2, 2), (4, 4), (5, 5), (4, 6), (6, 8), (7, 7), (32, 32)])
-def test_every_number_of_sequences_has_a_graph_that_holds_it(max_seats: int, mean: int, most: int) -> None:
-    usual = list(usual_sizes(max_seats, most, [ShapeRows(mean, most)], has_found=False))
+def test_every_number_of_sequences_has_a_graph_that_holds_it(max_batch_rows: int, mean: int, most: int) -> None:
+    usual = list(usual_sizes(max_batch_rows, most, [ShapeRows(mean, most)], has_found=False))
     graphs = captured_usual(usual)
     assert all(size.rows <= MAX_USUAL_ROWS for size in usual)
-    for count in range(SHARED_FROM if mean < most else 1, max_seats + 1):
+    for count in range(SHARED_FROM if mean < most else 1, max_batch_rows + 1):
         if count * mean <= MAX_USUAL_ROWS:
             assert graphs.choose(size(count * mean, count, most, 1)), count
 
 
-@pytest.mark.parametrize("max_seats", [1, 7, 100, 256, 500])
+@pytest.mark.parametrize("max_batch_rows", [1, 7, 100, 256, 500])
 @pytest.mark.parametrize(("mean", "most"), [(1, 1), (5, 5), (4, 6), (7, 7), (32, 32)])
-def test_so_has_every_number_of_long_sequences(max_seats: int, mean: int, most: int) -> None:
-    usual = list(long_sizes(max_seats, most, [ShapeRows(mean, most)], has_found=False))
+def test_so_has_every_number_of_long_sequences(max_batch_rows: int, mean: int, most: int) -> None:
+    usual = list(long_sizes(max_batch_rows, most, [ShapeRows(mean, most)], has_found=False))
     graphs = captured_usual(usual, 129)
-    for count in range(1, max_seats + 1):
+    for count in range(1, max_batch_rows + 1):
         if count * mean <= MAX_USUAL_ROWS:
             assert graphs.choose(size(count * mean, count, most, 129)), count
 
 
-@pytest.mark.parametrize("max_seats", [1, 7, 100, 256, 500])
+@pytest.mark.parametrize("max_batch_rows", [1, 7, 100, 256, 500])
 @pytest.mark.parametrize("has_found", [False, True])
 @pytest.mark.parametrize(("sizes_of", "blocks"), [(usual_sizes, 1), (long_sizes, 129)])
 def test_every_shape_of_a_choice_has_a_graph_however_the_batch_has_emptied(
-    max_seats: int, has_found: bool, sizes_of: Callable[..., Iterable[UsualSize]], blocks: int
+    max_batch_rows: int, has_found: bool, sizes_of: Callable[..., Iterable[UsualSize]], blocks: int
 ) -> None:
     shapes = candidate_shapes(TreeBounds(32))
     assert {16, 32} <= {shape.nodes for shape in shapes}
-    graphs = captured_usual(sizes_of(max_seats, 32, rows_of_shapes(shapes), has_found=has_found), blocks)
+    graphs = captured_usual(sizes_of(max_batch_rows, 32, rows_of_shapes(shapes), has_found=has_found), blocks)
     for shape in shapes:
-        for count in filter(partial(suits, shape), range(1, max_seats + 1)):
-            for batch_rows in range(count, max_seats + 1, 7):
+        for count in filter(partial(suits, shape), range(1, max_batch_rows + 1)):
+            for batch_rows in range(count, max_batch_rows + 1, 7):
                 if is_large_tree(shape) or batch_rows * shape.rows <= MAX_USUAL_ROWS:
                     asked = size(count * shape.rows, batch_rows, shape.nodes, blocks)
                     assert graphs.choose(asked), (shape, count, batch_rows)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from verifier_svc.overlap_runs import OverlapRuns
-from verifier_svc.overlap_step import ResidentStep
+from verifier_svc.overlap_step import OverlappedStep
 from verifier_svc.speculation.speculator import Speculator
 
 
@@ -35,7 +35,7 @@ class Capturing:
 def test_what_moved_is_captured_again() -> None:
     """A drafter that comes later may have a program whose buffers are larger."""
     step = Capturing()
-    ahead = OverlapRuns(lambda *_: cast(ResidentStep, step), cast(ResidentStep, step), timeout_s=1.0)
+    ahead = OverlapRuns(lambda *_: cast(OverlappedStep, step), cast(OverlappedStep, step), timeout_s=1.0)
     nobody = cast(Speculator, SimpleNamespace(drafters=[]))
     assert [ahead.prepare(nobody) for _ in range(7)] == [True] * 5 + [False] * 2
     step.move()
@@ -48,7 +48,7 @@ def test_graphs_for_short_sequences_come_first() -> None:
     """The captures before the first request may be cut short."""
     plain, drafted = Capturing(), Capturing()
     plain.has_long_sequences = True
-    ahead = OverlapRuns(lambda *_: cast(ResidentStep, drafted), cast(ResidentStep, plain), timeout_s=1.0)
+    ahead = OverlapRuns(lambda *_: cast(OverlappedStep, drafted), cast(OverlappedStep, plain), timeout_s=1.0)
     nobody = cast(Speculator, SimpleNamespace(drafters=[]))
     assert [ahead.prepare(nobody) for _ in range(5)] == [True] * 5 and plain.captured == set(range(5))
     assert [ahead.prepare(nobody) for _ in range(3)] == [True] * 2 + [False]

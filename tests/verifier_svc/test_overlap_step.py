@@ -25,7 +25,7 @@ from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.overlap_sizes import ShapeRows
 from verifier_svc.overlap_stage import StepShape
-from verifier_svc.overlap_step import ResidentStep
+from verifier_svc.overlap_step import OverlappedStep
 from verifier_svc.sampling.allowed_tokens import TreeMasks
 from verifier_svc.sampling.device_walker import DeviceWalker
 from verifier_svc.scheduling.batch import Scheduled, build_batch
@@ -44,7 +44,7 @@ LARGEST = StepShape(16, SLOTS, NODES, NUM_BLOCKS, EMBEDDING)
 
 
 class Steps:
-    """A ResidentStep with a small target.
+    """A OverlappedStep with a small target.
 
     Attributes:
         joined: sequences by batch row.
@@ -81,12 +81,12 @@ class Steps:
         )
         layout = OverlapLayout(SLOTS, 3, NODES, HIDDEN, self.runner.dtype, prompt_rows=8)
         self.memory = OverlapMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
-        self.step = ResidentStep(
+        self.step = OverlappedStep(
             self.runner,
             walker,
             self.memory,
             StreamOrder(),
-            max_seats=SLOTS,
+            max_batch_rows=SLOTS,
             max_prompt_rows=8,
             simulated=None,
             graphs=True,
@@ -117,8 +117,8 @@ class Steps:
         return self.memory.prompt_hidden[first : first + num_tokens]
 
     def join(self, sequence: Sequence, width: int = 1) -> int:
-        index = self.step.seating.free_seat()
-        self.step.seating.join(index, BatchRow(sequence, width, 1, is_new=True))
+        index = self.step.batch_rows.free_row()
+        self.step.batch_rows.join(index, BatchRow(sequence, width, 1, is_new=True))
         self.joined[index] = sequence
         return index
 
@@ -130,7 +130,7 @@ class Steps:
             self.join(sequence, width)
 
     def leave(self, index: int) -> None:
-        self.step.seating.leave(index)
+        self.step.batch_rows.leave(index)
         del self.joined[index]
 
     def draft(self, index: int, tokens: list[int], parents: list[int], score: float = 0.0) -> None:
@@ -145,9 +145,9 @@ class Steps:
     def run(self, *, is_drafted: bool = False, found: Mapping[int, Draft] | None = None) -> dict[int, list[int]]:
         """Run one step; return the tokens of each sequence that took part."""
         self.num_joined += self.step.launch(is_drafted=is_drafted, found=found or {})
-        self.step.wait()
+        self.step.in_flight.wait()
         tokens: dict[int, list[int]] = {}
-        for batch_row, walk, num_nodes, _ in self.step.receive():
+        for batch_row, walk, num_nodes, _ in self.step.in_flight.receive():
             (index,) = (index for index, sequence in self.joined.items() if sequence is batch_row.sequence)
             assert num_nodes > 0
             batch_row.sequence.tokens.extend(walk.tokens)
@@ -233,7 +233,7 @@ def test_sequences_share_the_rows_of_a_step(folder: Path, device: str) -> None:
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
     texts = [steps.text(prompt, 8) for prompt in prompts]
     steps.join_all(prompts, width=3)
-    steps.step.seating.share_rows(2)
+    steps.step.batch_rows.share_rows(2)
     done = [1, 1]
     assert steps.run() == {0: texts[0][:1], 1: texts[1][:1]}
     for better in (0, 1):
@@ -254,7 +254,7 @@ def test_sequences_that_share_the_rows_of_a_larger_graph_may_use_all(folder: Pat
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
     texts = [steps.text(prompt, 4) for prompt in prompts]
     steps.join_all(prompts, width=3)
-    steps.step.seating.share_rows(2)
+    steps.step.batch_rows.share_rows(2)
     assert steps.run() == {0: texts[0][:1], 1: texts[1][:1]}
     for index, text in enumerate(texts):
         steps.draft(index, text[:3], [-1, 0, 1])
@@ -269,8 +269,8 @@ def test_the_host_learns_whose_tree_was_verified(folder: Path, device: str) -> N
     steps.join(sequence)
     draft = draft_of([7, text[0]], [-1, 0])
     steps.step.launch(is_drafted=False, found={0: draft})
-    steps.step.wait()
-    ((_, walk, num_nodes, found),) = steps.step.receive()
+    steps.step.in_flight.wait()
+    ((_, walk, num_nodes, found),) = steps.step.in_flight.receive()
     assert (walk.tokens, walk.sources, num_nodes) == (text[:2], [3, 0], 2) and found is draft
 
 
@@ -294,7 +294,7 @@ def test_captures_stay_within_the_largest_pass_and_write_no_kv_entries(folder: P
     shapes = [ShapeRows(1, 1), ShapeRows(NODES, NODES)]
     assert len(list(steps.step.captures(EMBEDDING, shapes, has_found=True, is_long=False))) >= 2
     assert torch.equal(steps.runner.planes, cache)
-    assert steps.step.num_in_flight == 0 and not any(steps.step.seating.seats)
+    assert len(steps.step.in_flight) == 0 and not any(steps.step.batch_rows.rows)
 
 
 class RecordedGraphs(DeviceGraphs):
@@ -325,10 +325,10 @@ def test_no_step_with_masks_is_captured_while_streams_wait(
     index = steps.join(sequence)
     for length in range(4, 4 + STEPS_BEFORE_A_CAPTURE):
         steps.step.launch(is_drafted=False, found={})
-        assert not steps.step.is_bound and list(steps.step.trees()) == [index]
+        assert not steps.step.in_flight.is_bound and list(steps.step.in_flight.trees()) == [index]
         steps.step.bind({index: TreeMasks(np.packbits(np.arange(VOCAB) == 7, bitorder="little")[None], ROOT_ALONE)})
-        steps.step.wait()
-        ((_, walk, _, _),) = steps.step.receive()
+        steps.step.in_flight.wait()
+        ((_, walk, _, _),) = steps.step.in_flight.receive()
         sequence.tokens.extend(walk.tokens)
         assert sequence.tokens[3:] == [7] * (length - 3)
     assert captured and RecordedGraphs.captured == captured
@@ -362,7 +362,7 @@ def test_a_sequence_joins_beside_a_tree_and_the_first_one_leaves(
     assert steps.run() == {0: texts[0][:1]}
 
     # A wrong and a right child. The second prompt comes in two chunks meanwhile.
-    steps.step.seating.resize(0, 4)
+    steps.step.batch_rows.resize(0, 4)
     wrong = (texts[0][1] + 1) % VOCAB
     steps.draft(0, [texts[0][0], wrong, texts[0][1], texts[0][2]], [-1, 0, 0, 2])
     second = sequence_of(prompts[1], 1, [4, 5, 6, 7])
@@ -376,7 +376,7 @@ def test_a_sequence_joins_beside_a_tree_and_the_first_one_leaves(
     steps.draft(0, [texts[0][3], texts[0][4]], [-1, 0])
     halves.append(steps.prefill(second, 1))
     assert steps.join(second, width=2) == 1
-    steps.step.seating.resize(0, 2)
+    steps.step.batch_rows.resize(0, 2)
     assert steps.run(is_drafted=True) == {0: texts[0][4:6], 1: texts[1][:1]}
     assert torch.equal(torch.cat(halves), embedding[prompts[1][:2]])
     assert steps.num_joined == (3 if is_joined else 0)
@@ -401,7 +401,7 @@ def test_prompts_join_a_step_whose_sequences_share_rows(folder: Path, device: st
     alone = Steps(folder, device)
     texts = [alone.text(prompt, 3) for prompt in prompts]
     steps = Steps(folder, device, is_joined=True)
-    steps.step.seating.share_rows(2)
+    steps.step.batch_rows.share_rows(2)
     first, second = (sequence_of(prompt, slot, [4 * slot + i for i in range(4)]) for slot, prompt in enumerate(prompts))
     steps.prefill(first, 4)
     steps.join(first, width=3)
@@ -437,7 +437,7 @@ def test_several_prompts_join_a_step_behind_any_number_of_rows(
     assert steps.run()[0] == texts[0][:1]
     others = [sequence_of(prompts[number], 1, [2 * number + 2, 2 * number + 3]) for number in (1, 2)]
     for width in (1, 2, 4):
-        steps.step.seating.resize(0, width)
+        steps.step.batch_rows.resize(0, width)
         parts = [Scheduled(each, 2, 1) for each in others]
         batch = build_batch(parts, BLOCK, NUM_BLOCKS * BLOCK)
         for each in others:
@@ -469,7 +469,7 @@ def test_long_sequences_and_their_prompts_have_graphs(
     texts = [alone.text(prompt, 5) for prompt in prompts]
     if device == "cpu":
         monkeypatch.setattr(overlap_parts, "DeviceGraphs", RecordedGraphs)
-    monkeypatch.setattr(joined_prompts, "_LEAST_LONG_SEATS", 1)
+    monkeypatch.setattr(joined_prompts, "_LEAST_LONG_ROWS", 1)
     steps = Steps(folder, device, blocks=200, is_joined=True)
     num_captured = len(RecordedGraphs.captured)
     grown, late = (sequence_of(prompt, slot, [4 * slot, 4 * slot + 1]) for slot, prompt in enumerate(prompts))
