@@ -40,7 +40,7 @@ from verifier_svc.engine_counters import EngineCounters
 from verifier_svc.lifecycle import Lifecycle, SequenceBounds
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.outbox import Outbox
-from verifier_svc.overlap_runs import OverlapRuns
+from verifier_svc.overlap.runs import OverlapRuns
 from verifier_svc.sampling.device_walker import walk_results
 from verifier_svc.scheduling.batch_row import BatchRow, BatchRowResult
 from verifier_svc.scheduling.block_manager import BlockManager

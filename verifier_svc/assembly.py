@@ -20,7 +20,7 @@ from verifier_svc.model.attention_choice import compiled, flashinfer_passes
 from verifier_svc.model.memory_plan import MemoryPlan
 from verifier_svc.model.runner import ModelRunner
 from verifier_svc.model.target import LoadedTarget, pass_sizes
-from verifier_svc.overlap_runs import OverlapRuns
+from verifier_svc.overlap.runs import OverlapRuns
 from verifier_svc.sampling.walker import HostWalker, Walker
 
 
@@ -70,7 +70,7 @@ def load_target(
         return Target(runner, HostWalker(), runner.shared_weights)
     # Only a GPU imports Triton.
     from verifier_svc.model.device_runner import DeviceRunner
-    from verifier_svc.overlap_step import OverlappedStep, plain_memory
+    from verifier_svc.overlap.step import OverlappedStep, plain_memory
     from verifier_svc.sampling.device_walker import DeviceWalker
 
     sizes = pass_sizes(settings)

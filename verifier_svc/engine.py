@@ -22,7 +22,7 @@ from verifier_svc.lifecycle import Lifecycle, SequenceBounds
 from verifier_svc.messages import CloseSession
 from verifier_svc.model.target_runner import TargetRunner
 from verifier_svc.outbox import Outbox
-from verifier_svc.overlap_runs import OverlapRuns
+from verifier_svc.overlap.runs import OverlapRuns
 from verifier_svc.sampling.walker import HostWalker, Walker
 from verifier_svc.scheduling.batch import Scheduled
 from verifier_svc.scheduling.scheduler import Scheduler

@@ -22,7 +22,7 @@ from verifier_svc.lifecycle import SequenceBounds
 from verifier_svc.messages import Abort, ErrorEvent, FinishedEvent, SequenceKey, Submit, TokensEvent
 from verifier_svc.model.target_runner import TargetRunner
 from verifier_svc.outbox import Outbox
-from verifier_svc.overlap_runs import OverlapRuns
+from verifier_svc.overlap.runs import OverlapRuns
 from verifier_svc.sampling.grammar import Matcher
 from verifier_svc.sampling.walker import Walker
 from verifier_svc.scheduling.block_manager import BlockManager

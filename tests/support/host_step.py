@@ -1,4 +1,4 @@
-"""Overlapped steps over a HashTarget: the host does verifier_svc.overlap_step's work at once.
+"""Overlapped steps over a HashTarget: the host does verifier_svc.overlap.step's work at once.
 
 Tests can drive runs through thousands of steps, and everything around a step is real.
 """
@@ -18,7 +18,7 @@ from foretoken.results import FinishReason
 from foretoken.tree import DraftTree, depths
 from tests.support.given_masks import give
 from tests.support.hash_target import HashTarget
-from verifier_svc.joined_prompts import WaitingPrompts
+from verifier_svc.overlap.joined_prompts import WaitingPrompts
 from verifier_svc.sampling.allowed_tokens import ENDED, TreeMasks
 from verifier_svc.sampling.verify import SamplingState, WalkResult, followed
 from verifier_svc.sampling.walker import Walk, walk_on_host

@@ -16,8 +16,8 @@ from tests.support.grammars import VOCAB
 from verifier_svc.drafters.device_offer import DeviceOffer
 from verifier_svc.model.attention_choice import FlashInferPasses
 from verifier_svc.model.device_runner import DeviceRunner
-from verifier_svc.overlap_runs import OverlapRuns
-from verifier_svc.overlap_step import OverlappedStep, plain_memory
+from verifier_svc.overlap.runs import OverlapRuns
+from verifier_svc.overlap.step import OverlappedStep, plain_memory
 from verifier_svc.sampling.device_walker import DeviceWalker
 
 MAX_RUNNING = 8

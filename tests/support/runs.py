@@ -24,7 +24,7 @@ from tests.support.oracle_drafter import OracleDrafter
 from verifier_svc.drafters.request import Shape, TreeBounds
 from verifier_svc.messages import SequenceKey
 from verifier_svc.outbox import Outbox
-from verifier_svc.overlap_runs import OverlapRuns
+from verifier_svc.overlap.runs import OverlapRuns
 from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 from verifier_svc.scheduling.sequence import Sequence as Running
 from verifier_svc.speculation import overlap_policy

@@ -9,7 +9,7 @@ import pytest
 
 from foretoken.models.batch import ForwardBatch, blank_batch
 from foretoken.models.device_sizes import PassSizes
-from verifier_svc.joined_prompts import JoinedSizes
+from verifier_svc.overlap.joined_prompts import JoinedSizes
 
 LARGE = JoinedSizes(PassSizes(rows=8192, wanted=4096, seqs=256, blocks=512), max_batch_rows=256, max_width=32)
 SMALL = JoinedSizes(PassSizes(rows=100, wanted=40, seqs=4, blocks=8), max_batch_rows=4, max_width=8)

@@ -23,8 +23,8 @@ from tests.support.runs import (
     prompt,
     with_prompt_logprobs,
 )
-from verifier_svc import overlap_blocks
 from verifier_svc.drafters.request import NO_DRAFT, Shape
+from verifier_svc.overlap import blocks as overlap_blocks
 from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT
 from verifier_svc.scheduling.launch_time import LaunchTime
 from verifier_svc.speculation import controllers

@@ -20,8 +20,8 @@ from tests.support.engine_harness import Request, Result
 from tests.support.fitted_models import text
 from tests.support.grammars import END, VOCAB, ids_of, regex
 from tests.support.oracle_drafter import OracleDrafter
-from verifier_svc import overlap_blocks
 from verifier_svc.messages import SequenceKey
+from verifier_svc.overlap import blocks as overlap_blocks
 from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 
 

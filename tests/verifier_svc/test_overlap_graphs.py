@@ -13,8 +13,8 @@ from foretoken.models.device_batch import BatchShape, captured_sizes, runs_of
 from foretoken.models.device_batches import DeviceBatches
 from foretoken.models.device_sizes import PassSizes
 from verifier_svc.drafters.request import TreeBounds
-from verifier_svc.overlap_graphs import OverlapGraphs
-from verifier_svc.overlap_sizes import (
+from verifier_svc.overlap.graphs import OverlapGraphs
+from verifier_svc.overlap.sizes import (
     MAX_USUAL_ROWS,
     ShapeRows,
     UsualSize,
@@ -23,7 +23,7 @@ from verifier_svc.overlap_sizes import (
     rows_of_shapes,
     usual_sizes,
 )
-from verifier_svc.overlap_stage import StepShape
+from verifier_svc.overlap.stage import StepShape
 from verifier_svc.speculation.candidate_shapes import (
     MOST_LARGE_TREE_ROWS,
     SHARED_FROM,

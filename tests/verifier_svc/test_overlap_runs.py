@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
-from verifier_svc.overlap_runs import OverlapRuns
-from verifier_svc.overlap_step import OverlappedStep
+from verifier_svc.overlap.runs import OverlapRuns
+from verifier_svc.overlap.step import OverlappedStep
 from verifier_svc.speculation.speculator import Speculator
 
 

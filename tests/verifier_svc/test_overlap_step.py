@@ -20,12 +20,13 @@ from foretoken.overlap_memory import OverlapLayout, OverlapMemory, StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from foretoken.tree import DraftTree
 from tests.support.tiny_checkpoint import save_llama
-from verifier_svc import joined_prompts, overlap_parts
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.model.device_runner import DeviceRunner
-from verifier_svc.overlap_sizes import ShapeRows
-from verifier_svc.overlap_stage import StepShape
-from verifier_svc.overlap_step import OverlappedStep
+from verifier_svc.overlap import joined_prompts
+from verifier_svc.overlap import parts as overlap_parts
+from verifier_svc.overlap.sizes import ShapeRows
+from verifier_svc.overlap.stage import StepShape
+from verifier_svc.overlap.step import OverlappedStep
 from verifier_svc.sampling.allowed_tokens import TreeMasks
 from verifier_svc.sampling.device_walker import DeviceWalker
 from verifier_svc.scheduling.batch import Scheduled, build_batch

@@ -35,9 +35,12 @@ from tests.support.runs import (
     with_grammar,
 )
 from tests.support.scripted_drafter import ScriptedDrafter
-from verifier_svc import overlap, overlap_blocks, overlap_times, overlap_wait
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.messages import SequenceKey
+from verifier_svc.overlap import blocks as overlap_blocks
+from verifier_svc.overlap import run as overlap_run
+from verifier_svc.overlap import times as overlap_times
+from verifier_svc.overlap import wait as overlap_wait
 from verifier_svc.scheduling.launch_time import LaunchTime
 from verifier_svc.speculation import controllers
 from verifier_svc.speculation.candidate_shapes import chain
@@ -428,7 +431,7 @@ def test_the_first_draft_of_a_kind_may_take_longer(
         return now[0]
 
     fake = SimpleNamespace(perf_counter=clock, monotonic=time.monotonic, sleep=lambda seconds: None)
-    for module in (overlap, overlap_times, overlap_wait):
+    for module in (overlap_run, overlap_times, overlap_wait):
         monkeypatch.setattr(module, "time", fake)
     requests = [greedy(1, 6, 40)]
     expected = plain(requests)

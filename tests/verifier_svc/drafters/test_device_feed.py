@@ -32,7 +32,6 @@ from tests.support.runs import (
 )
 from tests.support.scripted_drafter import ScriptedDrafter
 from tests.verifier_svc.drafters.test_device_offer import EPOCH, LAYOUT, LONG_S, attached, client_of, process_at, until
-from verifier_svc import overlap_blocks
 from verifier_svc.drafters import attachment as attachments
 from verifier_svc.drafters.attachment import AttachmentSettings
 from verifier_svc.drafters.deadline import Deadline
@@ -40,6 +39,7 @@ from verifier_svc.drafters.device_feed import DeviceFeed, as_batch_rows, can_fee
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import DraftRow, Shape
 from verifier_svc.messages import SequenceKey, Submit
+from verifier_svc.overlap import blocks as overlap_blocks
 from verifier_svc.scheduling.hidden_states import HiddenSlice, PassHiddenStates
 from verifier_svc.scheduling.sequence import Sequence as Running
 

@@ -10,7 +10,7 @@ from foretoken.drafting import DraftRequest
 from foretoken.sampling import SamplingParams
 from tests.support.engine_harness import Request, Result
 from tests.support.runs import BATCH_ROWS, BLOCK, Runs, greedy, oracle_of, plain
-from verifier_svc import overlap_blocks
+from verifier_svc.overlap import blocks as overlap_blocks
 
 
 @pytest.mark.parametrize("drafts", [False, True])

@@ -28,9 +28,9 @@ from tests.support.runs import (
     with_grammar,
 )
 from tests.support.scripted_drafter import Nodes, ScriptedDrafter
-from verifier_svc import overlap_blocks
 from verifier_svc.drafters import sent_tokens
 from verifier_svc.drafters.request import NO_DRAFT, Shape
+from verifier_svc.overlap import blocks as overlap_blocks
 from verifier_svc.speculation.gap_times import FIRST_GAP_S, GapTimes, StepGaps
 from verifier_svc.speculation.gate import LONGEST_PAUSE
 from verifier_svc.speculation.lookups import RAREST_TRY, TRY_EVERY

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from foretoken.models.device_batch import NARROW_BLOCKS, captured_sizes
-from verifier_svc.overlap_stage import StepShape
+from verifier_svc.overlap.stage import StepShape
 
 # Spare rows after which a size gets a graph of its own. A capture takes some 100 ms, a row up to 20 us.
 _MOST_SPARE_ROWS = 5000

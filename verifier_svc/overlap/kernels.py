@@ -16,7 +16,7 @@ from foretoken_kernels.overlap_state import BatchState, DraftedTrees, StepResult
 from foretoken.models.pinned_buffers import PinnedBuffers
 from foretoken.overlap_memory import OverlapMemory
 from verifier_svc.model.device_runner import DeviceRunner
-from verifier_svc.overlap_stage import Stage
+from verifier_svc.overlap.stage import Stage
 from verifier_svc.sampling.device_logprobs import LogprobNumbers, logprob_numbers
 from verifier_svc.sampling.device_masks import SentMasks
 from verifier_svc.sampling.device_walker import DeviceWalker

@@ -5,8 +5,8 @@ from __future__ import annotations
 from foretoken.models.device_batch import BatchShape
 from foretoken.models.device_llama import OverlapPass
 from verifier_svc.model.device_runner import DeviceRunner
-from verifier_svc.overlap_parts import StepParts
-from verifier_svc.overlap_stage import Stage, StepShape
+from verifier_svc.overlap.parts import StepParts
+from verifier_svc.overlap.stage import Stage, StepShape
 from verifier_svc.sampling.device_walker import DeviceWalker
 from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT
 

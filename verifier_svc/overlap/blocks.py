@@ -11,7 +11,7 @@ from verifier_svc.speculation.lookups import Lookups
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 
 if TYPE_CHECKING:
-    from verifier_svc.overlap_step import OverlappedStep
+    from verifier_svc.overlap.step import OverlappedStep
 
 # Tokens to reserve blocks for in advance, so that block tables change rarely.
 _TOKENS_AHEAD = 64

@@ -9,7 +9,7 @@ from typing import Any
 
 from foretoken_kernels.overlap_state import NO_NODE
 
-from verifier_svc.overlap_stage import Stage
+from verifier_svc.overlap.stage import Stage
 from verifier_svc.sampling.device_logprobs import LogprobNumbers
 from verifier_svc.sampling.device_walker import walk_results
 from verifier_svc.sampling.verify import WalkResult, followed

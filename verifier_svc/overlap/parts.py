@@ -7,10 +7,10 @@ from enum import Enum
 from functools import partial
 
 from foretoken.models.device_graph import DeviceGraphs
-from verifier_svc.overlap_graphs import OverlapGraphs
-from verifier_svc.overlap_kernels import OverlapKernels
-from verifier_svc.overlap_sizes import MAX_USUAL_ROWS
-from verifier_svc.overlap_stage import Stage, StepShape
+from verifier_svc.overlap.graphs import OverlapGraphs
+from verifier_svc.overlap.kernels import OverlapKernels
+from verifier_svc.overlap.sizes import MAX_USUAL_ROWS
+from verifier_svc.overlap.stage import Stage, StepShape
 from verifier_svc.speculation.candidate_shapes import SHARED_FROM
 
 # Steps of other sizes before their graph is captured while requests wait. Where a batch shrinks or grows, most sizes

@@ -12,15 +12,15 @@ from verifier_svc.drafters.attachment import Attachment
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.step_deadlines import StepDeadlines
 from verifier_svc.lifecycle import Lifecycle
-from verifier_svc.overlap import Messages, OverlappedRun
-from verifier_svc.overlap_sizes import ShapeRows, rows_of_shapes
+from verifier_svc.overlap.run import Messages, OverlappedRun
+from verifier_svc.overlap.sizes import ShapeRows, rows_of_shapes
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 from verifier_svc.speculation.overlap_policy import OverlapBlock
 from verifier_svc.speculation.speculator import Speculator
 
 if TYPE_CHECKING:
-    from verifier_svc.overlap_step import OverlappedStep
+    from verifier_svc.overlap.step import OverlappedStep
 
 
 class OverlapRuns:

@@ -6,7 +6,7 @@ Sequences join and end while steps are in flight. Each turn of the loop
 1. handles messages, starts waiting sequences, and chooses the shape of the trees;
 2. requests the trees that follow the step in flight;
 3. launches the next step, for whose trees the GPU waits. Prompts are part of the target's pass if
-   there is a graph with room for them (verifier_svc/joined_prompts.py), else of a pass before it;
+   there is a graph with room for them (verifier_svc/overlap/joined_prompts.py), else of a pass before it;
 4. waits for the step in flight, reads it, commits its tokens and publishes them;
 5. binds late what the next step needs of these tokens: masks of grammars and of token lists, and
    look-ups.
@@ -44,9 +44,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from foretoken.models.device_batch import seq_bucket
 from verifier_svc.drafters.step_deadlines import StepDeadlines
 from verifier_svc.lifecycle import Lifecycle
-from verifier_svc.overlap_blocks import OverlapBlocks
-from verifier_svc.overlap_times import OverlapTimes, StepFacts
-from verifier_svc.overlap_wait import POLL_S, OverlapWait
+from verifier_svc.overlap.blocks import OverlapBlocks
+from verifier_svc.overlap.times import OverlapTimes, StepFacts
+from verifier_svc.overlap.wait import POLL_S, OverlapWait
 from verifier_svc.sampling.allowed_tokens import ENDED
 from verifier_svc.scheduling.batch import Scheduled, build_batch
 from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT, BatchRow
@@ -59,7 +59,7 @@ from verifier_svc.speculation.speculator import Speculator
 from verifier_svc.speculation.step_walks import StepWalks
 
 if TYPE_CHECKING:
-    from verifier_svc.overlap_step import OverlappedStep
+    from verifier_svc.overlap.step import OverlappedStep
 
 
 class Messages(Protocol):

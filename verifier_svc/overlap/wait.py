@@ -7,11 +7,11 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING
 
 from verifier_svc.drafters.step_deadlines import StepDeadlines
-from verifier_svc.overlap_times import StepFacts
+from verifier_svc.overlap.times import StepFacts
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 
 if TYPE_CHECKING:
-    from verifier_svc.overlap_step import OverlappedStep
+    from verifier_svc.overlap.step import OverlappedStep
 
 # Seconds between checks whether a step is done. The next one runs meanwhile, so the GPU does not
 # wait.

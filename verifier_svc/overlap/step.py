@@ -3,7 +3,7 @@
 A sequence joins with its whole prompt but the last token computed, takes a *batch row*, and
 keeps it to its end. Lengths, last tokens, remaining tokens, trees and results live in device
 memory. A step is three graphs, and the GPU never waits for the host. A sequence that has ended takes
-no part in later steps. Prompts are computed in a step's pass (verifier_svc/joined_prompts.py); then
+no part in later steps. Prompts are computed in a step's pass (verifier_svc/overlap/joined_prompts.py); then
 its rows are laid out without a graph.
 
 A step in which a batch row has token masks is launched in two halves: ``launch`` lays out rows and runs
@@ -21,16 +21,16 @@ import torch
 from foretoken.models.batch import ForwardBatch, blank_batch
 from foretoken.models.device_batch import NARROW_BLOCKS, BatchShape
 from foretoken.overlap_memory import OverlapLayout, OverlapMemory, StreamOrder
-from verifier_svc.joined_prompts import JoinedSizes, WaitingPrompts
 from verifier_svc.model.device_runner import DeviceRunner
-from verifier_svc.overlap_batch_rows import BatchRowNeeds, OverlapBatchRows
-from verifier_svc.overlap_graphs import OverlapGraphs
-from verifier_svc.overlap_in_flight import StepInFlight, StepsInFlight
-from verifier_svc.overlap_kernels import OverlapKernels
-from verifier_svc.overlap_parts import StepPart, StepParts
-from verifier_svc.overlap_sizes import ShapeRows, long_sizes, prompt_passes, usual_sizes
-from verifier_svc.overlap_stage import Stage, StepShape
-from verifier_svc.overlap_stages import StepStages
+from verifier_svc.overlap.batch_rows import BatchRowNeeds, OverlapBatchRows
+from verifier_svc.overlap.graphs import OverlapGraphs
+from verifier_svc.overlap.in_flight import StepInFlight, StepsInFlight
+from verifier_svc.overlap.joined_prompts import JoinedSizes, WaitingPrompts
+from verifier_svc.overlap.kernels import OverlapKernels
+from verifier_svc.overlap.parts import StepPart, StepParts
+from verifier_svc.overlap.sizes import ShapeRows, long_sizes, prompt_passes, usual_sizes
+from verifier_svc.overlap.stage import Stage, StepShape
+from verifier_svc.overlap.stages import StepStages
 from verifier_svc.sampling.allowed_tokens import TreeMasks
 from verifier_svc.sampling.device_walker import DeviceWalker
 from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT
