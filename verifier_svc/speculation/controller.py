@@ -1,9 +1,8 @@
 """Chooses the shape in which a whole batch drafts: nothing, a chain, or a tree.
 
-It compares predicted tokens a second: the tokens that a shape yields over the seconds of its steps, both learned from
-the steps before. The first steps draft, whatever the drafter is believed to be worth. Later another shape takes over
-if it is better by a margin. What may have become better meanwhile is probed for a few steps, rarely enough that a
-probe in vain costs 1% of the time at most, and ever more rarely while probes fail.
+It compares predicted tokens a second (``shape_speeds``). The first steps draft, whatever the drafter is believed to be
+worth. Later another shape takes over if it is better by a margin. Now and then a few steps probe a shape that may have
+become better. A budget (``probe_budget``) keeps such probes rare.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from enum import StrEnum
 from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
 from verifier_svc.speculation.candidate_shapes import is_chain
 from verifier_svc.speculation.controller_log import Record
+from verifier_svc.speculation.probe_budget import ProbeBudget, probe_steps
 from verifier_svc.speculation.shape_speeds import Forecast, ShapeSpeeds
 
 # Steps for which a choice holds, and the same at first: until there are some walks of the first shape.
@@ -31,16 +31,8 @@ LEAST_GAIN = 1.03
 GAIN_OVER_PLAIN, GAIN_OF_PLAIN = 1.04, 1.01
 LARGE_GAIN = 1.10
 STAY = 24
-# Consecutive steps and walks of a probe at least; then steps until its last result has been read.
-PROBE_STEPS, PROBE_WALKS = 6, 12
+# Steps after a probe until its last result has been read.
 PROBE_RESULTS = 3
-# Steps until the first probe, and until the next one at most where each fails.
-FIRST_PROBE_AFTER = 32
-RAREST_PROBE_AFTER = 256
-# Share of the time that probes in vain may cost.
-PROBE_SHARE = 0.007
-# Steps that may be lost at once, if none were lost for long.
-MOST_SAVED = 64
 
 
 class Reason(StrEnum):
@@ -53,7 +45,7 @@ class Reason(StrEnum):
     PROBE = "probe"
 
 
-class Controller:  # large: the figures of one decision and of its probes
+class Controller:
     """The controller of one drafter with a model. Used by the engine thread alone."""
 
     def __init__(
@@ -74,24 +66,18 @@ class Controller:  # large: the figures of one decision and of its probes
         if log is not None:
             log(("bounds", bounds.max_nodes, bounds.num_steps, bounds.branches, limit_s))
         self._speeds = ShapeSpeeds(bounds, verify_s, limit_s=limit_s, log=log)
+        self._budget = ProbeBudget(self._speeds)
         self.shapes = self._speeds.shapes
         self._is_fixed = len(self.shapes) == 1
         self.reason = Reason.FIXED if self._is_fixed else Reason.FIRST_STEPS
         # The shape of the last step, and the one that stands while others are probed.
         self._shape = self._standing = self.shapes[0]
-        # Of the last decision.
+        # What the last decision compared.
         self._forecast = Forecast(0, 0, self._standing, {}, {})
         self._num_steps = 0
         self._decide_at = 0
         self._standing_since = 0
         self._has_begun = False
-        self._probe: Shape | None = None
-        # The shape of a probe that has ended and was not paid for yet.
-        self._probed: Shape | None = None
-        self._probe_at = FIRST_PROBE_AFTER
-        self._probe_pause = FIRST_PROBE_AFTER
-        # What may be lost by probes now.
-        self._saved_s = 0.0
         self._num_switches = self._num_probes = 0
 
     def choose(self, batch: int) -> Shape:
@@ -112,7 +98,7 @@ class Controller:  # large: the figures of one decision and of its probes
         if batch < 1:
             return
         self._speeds.observe_step(shape, batch, seconds, num_prompt_tokens)
-        self._saved_s = min(self._saved_s + PROBE_SHARE * seconds, MOST_SAVED * seconds)
+        self._budget.save(seconds)
 
     def observe_walk(self, shape: Shape, num_matched: int, depth: int, num_rows: int = 1) -> None:
         """Learn that ``num_matched`` tokens of a path were accepted in drafts of ``depth`` levels.
@@ -159,14 +145,12 @@ class Controller:  # large: the figures of one decision and of its probes
         if not self._has_begun:
             self._begin()
             return
-        if self._probe is not None:
+        if self.reason is Reason.PROBE:
             self._end_probe()
             if not is_other_batch:
                 return
-        if self._probed is not None and self._forecast.speeds[self._probed]:
-            self._saved_s -= self._lost_s(self._probed)
-            self._probed = None
-        if not self._switch() and self._num_steps >= self._probe_at:
+        self._budget.pay(self._forecast)
+        if not self._switch() and self._budget.is_due(self._num_steps):
             self._consider_probe()
 
     def _begin(self) -> None:
@@ -175,12 +159,13 @@ class Controller:  # large: the figures of one decision and of its probes
         batch, speeds = self._forecast.batch, self._forecast.speeds
         paying = [shape for shape in self.shapes if is_chain(shape) and speeds[shape] > speeds[NO_DRAFT]]
         if paying:
-            self._probed = self._chain_to_try(paying)
-            self._stand(self._probed, Reason.FIRST_STEPS)
+            shape = self._chain_to_try(paying)
+            self._budget.owe(shape)
+            self._stand(shape, Reason.FIRST_STEPS)
             self._decide_at = self._num_steps + max(FIRST_WALKS // batch, PROBE_RESULTS) + PROBE_RESULTS
         else:
             self._stand(NO_DRAFT, Reason.DRAFTS_DO_NOT_PAY)
-            self._probe_at = self._num_steps + DECIDE_EVERY
+            self._budget.wait_until(self._num_steps + DECIDE_EVERY)
 
     def _switch(self) -> bool:
         """Change to the fastest shape if that pays; return whether it did."""
@@ -194,9 +179,9 @@ class Controller:  # large: the figures of one decision and of its probes
             self._stand(self._standing)
             return False
         self._num_switches += 1
-        self._probe_pause = FIRST_PROBE_AFTER
+        self._budget.shorten_pauses()
         if self._speeds.is_measured(NO_DRAFT, self._forecast.batch):
-            self._probe_at = self._num_steps + self._probe_pause
+            self._budget.pause(self._num_steps)
         self._stand(shape)
         return True
 
@@ -214,43 +199,27 @@ class Controller:  # large: the figures of one decision and of its probes
 
     def _consider_probe(self) -> None:
         """Begin a probe if a shape may be better than predicted, and the probes before have been paid for."""
-        speeds = self._forecast.speeds
-        hopes = {shape: self._speeds.hope(shape, self._forecast) for shape in self.shapes if shape != self._standing}
-        hopeful = [shape for shape, hope in hopes.items() if hope > speeds[self._standing]]
-        if hopeful and self._standing == NO_DRAFT:
-            shape = self._chain_to_try(hopeful)
-        elif hopeful:
-            shape = max(hopeful, key=hopes.__getitem__)
-        else:
-            # Not even good luck would do: the load must change, or what was measured was disturbed.
-            if self._num_steps - self._standing_since < RAREST_PROBE_AFTER or self._probe_pause < RAREST_PROBE_AFTER:
-                self._back_off()
-                return
-            shape = max(hopes, key=speeds.__getitem__)
-        if NO_DRAFT in hopeful and not self._speeds.is_measured(NO_DRAFT, self._forecast.batch):
+        forecast = self._forecast
+        hopes = {shape: self._speeds.hope(shape, forecast) for shape in self.shapes if shape != forecast.standing}
+        hopeful = [shape for shape, hope in hopes.items() if hope > forecast.speeds[forecast.standing]]
+        if NO_DRAFT in hopeful and not self._speeds.is_measured(NO_DRAFT, forecast.batch):
             # Drafts must not fall behind plain decode, so what that takes is found out at once.
-            shape = NO_DRAFT
-        elif self._lost_s(shape) > self._saved_s:
-            shape = hopeful[0] if hopeful and self._standing == NO_DRAFT else shape
-            if self._lost_s(shape) > self._saved_s:
-                return
-        self._num_probes += 1
-        self._probe = self._shape = shape
-        self.reason = Reason.PROBE
-        self._decide_at = self._num_steps + _probe_steps(self._forecast.batch)
-        self._back_off()
+            self._begin_probe(NO_DRAFT)
+        elif hopeful or self._budget.allows_hopeless(self._num_steps - self._standing_since):
+            for shape in self._shapes_to_probe(hopes, hopeful):
+                if self._budget.affords(shape, forecast):
+                    self._begin_probe(shape)
+                    break
+        else:
+            self._budget.back_off(self._num_steps)
 
-    def _lost_s(self, shape: Shape) -> float:
-        """Return the seconds that a probe of this shape loses. The changes there and back cost a step each."""
-        batch, speeds = self._forecast.batch, self._forecast.speeds
-        if not speeds[shape]:
-            return math.inf
-        if not speeds[self._standing]:
-            # What stands cannot run at this batch.
-            return 0.0
-        seconds, tokens = self._speeds.step_s(shape, batch), self._speeds.tokens(shape)
-        lost_s = tokens * (1 / speeds[shape] - 1 / speeds[self._standing])
-        return _probe_steps(batch) * max(lost_s, 0.0) + seconds + self._speeds.step_s(self._standing, batch)
+    def _shapes_to_probe(self, hopes: Mapping[Shape, float], hopeful: Sequence[Shape]) -> list[Shape]:
+        """Return the shapes that a probe may try, the best one first."""
+        if not hopeful:
+            return [max(hopes, key=self._forecast.speeds.__getitem__)]
+        if self._standing == NO_DRAFT:
+            return [self._chain_to_try(hopeful), hopeful[0]]
+        return [max(hopeful, key=hopes.__getitem__)]
 
     def _chain_to_try(self, paying: Sequence[Shape]) -> Shape:
         """Return the one of these chains by which to find out whether the text suits the drafter.
@@ -261,17 +230,14 @@ class Controller:  # large: the figures of one decision and of its probes
         short = [shape for shape in paying if shape.depth <= middle]
         return short[-1] if short and self._forecast.batch < MANY_ROWS else paying[0]
 
+    def _begin_probe(self, shape: Shape) -> None:
+        self._num_probes += 1
+        self._shape, self.reason = shape, Reason.PROBE
+        self._decide_at = self._num_steps + probe_steps(self._forecast.batch)
+        self._budget.owe(shape)
+        self._budget.back_off(self._num_steps)
+
     def _end_probe(self) -> None:
         """Go back to the shape that stands; the last results of the probe are still to come."""
-        self._probed, self._probe = self._probe, None
         self._stand(self._standing)
         self._decide_at = self._num_steps + PROBE_RESULTS
-
-    def _back_off(self) -> None:
-        self._probe_pause = min(2 * self._probe_pause, RAREST_PROBE_AFTER)
-        self._probe_at = self._num_steps + self._probe_pause
-
-
-def _probe_steps(batch: int) -> int:
-    """Return the consecutive steps of a probe."""
-    return max(PROBE_STEPS, PROBE_WALKS // batch)
