@@ -1,23 +1,21 @@
 """Chooses the shape in which a whole batch drafts: nothing, a chain, or a tree.
 
-It compares predicted tokens a second: the tokens that a shape yields over the seconds of its steps, both learned from
-the steps before. The first steps draft, whatever the drafter is believed to be worth. Later another shape takes over
-if it is better by a margin. What may have become better meanwhile is probed for a few steps, rarely enough that a
-probe in vain costs 1% of the time at most, and ever more rarely while probes fail.
+It compares predicted tokens a second (``shape_speeds``). The first steps draft, whatever the drafter is believed to be
+worth. Later another shape takes over if it is better by a margin. Now and then a few steps probe a shape that may have
+become better. A budget (``probe_budget``) keeps such probes rare.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
 from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
-from verifier_svc.speculation.candidate_shapes import candidate_shapes, is_chain, suits
-from verifier_svc.speculation.controller_log import LoggedTimes, Record
-from verifier_svc.speculation.path_acceptance import FIRST_CHANCE, PathAcceptance
-from verifier_svc.speculation.shape_costs import ShapeCosts
+from verifier_svc.speculation.candidate_shapes import is_chain
+from verifier_svc.speculation.controller_log import Record
+from verifier_svc.speculation.probe_budget import ProbeBudget, probe_steps
+from verifier_svc.speculation.shape_speeds import Forecast, ShapeSpeeds
 
 # Steps for which a choice holds, and the same at first: until there are some walks of the first shape.
 DECIDE_EVERY = 8
@@ -33,27 +31,8 @@ LEAST_GAIN = 1.03
 GAIN_OVER_PLAIN, GAIN_OF_PLAIN = 1.04, 1.01
 LARGE_GAIN = 1.10
 STAY = 24
-# Consecutive steps and walks of a probe at least; then steps until its last result has been read.
-PROBE_STEPS, PROBE_WALKS = 6, 12
+# Steps after a probe until its last result has been read.
 PROBE_RESULTS = 3
-# Steps until the first probe, and until the next one at most where each fails.
-FIRST_PROBE_AFTER = 32
-RAREST_PROBE_AFTER = 256
-# Share of the time that probes in vain may cost.
-PROBE_SHARE = 0.007
-# Steps that may be lost at once, if none were lost for long.
-MOST_SAVED = 64
-# How much better a shape may be than predicted: never measured at this batch; measured just now, and long ago.
-# Plain decode is what drafts must never fall behind.
-UNKNOWN_DOUBT, UNKNOWN_PLAIN_DOUBT = 0.15, 0.3
-LEAST_DOUBT, MOST_DOUBT = 0.02, 0.15
-LONG_AGO = 1024
-# Weight of the time since the last decision in what prompts take.
-PROMPT_SMOOTHING = 0.05
-# A shape whose steps, with the prompts that its tokens bring along, exceed this share of the limit counts for less: by
-# the square root of the excess, and for so much at least. In a full batch long drafts and short ones yield nearly as
-# many tokens a second, but the long ones leave less room for prompts, which then wait.
-MOST_FULL, LEAST_ROOM = 0.9, 0.9
 
 
 class Reason(StrEnum):
@@ -66,7 +45,7 @@ class Reason(StrEnum):
     PROBE = "probe"
 
 
-class Controller:  # large: the figures of one decision and of its probes
+class Controller:
     """The controller of one drafter with a model. Used by the engine thread alone."""
 
     def __init__(
@@ -83,44 +62,31 @@ class Controller:  # large: the figures of one decision and of its probes
             limit_s: seconds that a step should take at most with its prompts.
             log: is given all that the controller learns and decides, so that ``replay`` decides the same.
         """
-        self.shapes = candidate_shapes(bounds)
-        self.reason = Reason.FIXED if len(self.shapes) == 1 else Reason.FIRST_STEPS
-        self._limit_s, self._log = limit_s, log
+        self._log = log
         if log is not None:
             log(("bounds", bounds.max_nodes, bounds.num_steps, bounds.branches, limit_s))
-        self._costs = ShapeCosts(verify_s if log is None else LoggedTimes(verify_s, log))
-        self._acceptance = PathAcceptance(max(bounds.max_depth, 1))
+        self._speeds = ShapeSpeeds(bounds, verify_s, limit_s=limit_s, log=log)
+        self._budget = ProbeBudget(self._speeds)
+        self.shapes = self._speeds.shapes
+        self._is_fixed = len(self.shapes) == 1
+        self.reason = Reason.FIXED if self._is_fixed else Reason.FIRST_STEPS
         # The shape of the last step, and the one that stands while others are probed.
         self._shape = self._standing = self.shapes[0]
-        self._is_fixed = len(self.shapes) == 1
-        self._batch = 0
+        # What the last decision compared.
+        self._forecast = Forecast(0, 0, self._standing, {}, {})
         self._num_steps = 0
         self._decide_at = 0
         self._standing_since = 0
         self._has_begun = False
-        # Predicted tokens a second of one row at the last decision.
-        self._rates: dict[Shape, float] = {}
-        self._probe: Shape | None = None
-        # The shape of a probe that has ended and was not paid for yet.
-        self._probed: Shape | None = None
-        self._probe_at = FIRST_PROBE_AFTER
-        self._probe_pause = FIRST_PROBE_AFTER
-        # Seconds of prompts for each token of output, and since the last decision: of all prompts.
-        self._prompt_s = self._prompts_s = 0.0
-        # What may be lost by probes now.
-        self._saved_s = 0.0
         self._num_switches = self._num_probes = 0
-        self._observed_at: dict[Shape, int] = {}
-        # Since the last decision: walks by shape, matched levels and drafted levels; steps by shape.
-        self._walks: defaultdict[Shape, defaultdict[tuple[int, int], int]] = defaultdict(lambda: defaultdict(int))
-        self._observed_steps: defaultdict[Shape, int] = defaultdict(int)
 
     def choose(self, batch: int) -> Shape:
         """Return the shape in which ``batch`` sequences draft in the next step. Called once a step."""
         if batch < 1:
             return self._shape
         self._num_steps += 1
-        is_other_batch = batch > self._batch * OTHER_BATCH or batch * OTHER_BATCH < self._batch
+        former = self._forecast.batch
+        is_other_batch = batch > former * OTHER_BATCH or batch * OTHER_BATCH < former
         if self._num_steps >= self._decide_at or (is_other_batch and not self._is_fixed):
             self._decide(batch, is_other_batch=is_other_batch)
         if self._log is not None:
@@ -131,43 +97,38 @@ class Controller:  # large: the figures of one decision and of its probes
         """Learn what a step took: ``seconds`` from the results of the step before to its own."""
         if batch < 1:
             return
-        self._costs.observe(shape, batch, seconds, num_prompt_tokens)
-        if num_prompt_tokens:
-            self._prompts_s += self._costs.prompt_s(num_prompt_tokens)
-        self._saved_s = min(self._saved_s + PROBE_SHARE * seconds, MOST_SAVED * seconds)
-        self._observed_steps[shape] += 1
-        if self._log is not None:
-            self._log(("step", *shape, batch, seconds, num_prompt_tokens))
+        self._speeds.observe_step(shape, batch, seconds, num_prompt_tokens)
+        self._budget.save(seconds)
 
     def observe_walk(self, shape: Shape, num_matched: int, depth: int, num_rows: int = 1) -> None:
         """Learn that ``num_matched`` tokens of a path were accepted in drafts of ``depth`` levels.
 
         Of shared rows, levels that got no row count as missed.
         """
-        if depth > 0:
-            self._walks[shape][num_matched, depth] += num_rows
+        self._speeds.observe_walk(shape, num_matched, depth, num_rows)
 
     def step_s(self, shape: Shape, batch: int) -> float:
         """Return the seconds that a step of ``batch`` sequences should take without prompts."""
-        return self._costs.estimate(shape, batch)
+        return self._speeds.step_s(shape, batch)
 
     def expected_tokens(self, shape: Shape) -> float:
         """Return the tokens that a row of this shape yields a step."""
-        return self._acceptance.tokens(shape)
+        return self._speeds.tokens(shape)
 
     def draft_s(self, shape: Shape, batch: int) -> float:
         """Return the seconds of a step of this shape beside the target's pass."""
-        return max(self._costs.estimate(shape, batch) - self._costs.verify(batch * shape.rows), 0.0)
+        return self._speeds.draft_s(shape, batch)
 
     def explain(self) -> Mapping[str, str | float]:
         """Return the figures behind the present choice. Tokens a second are those of the whole batch."""
+        batch, rates = self._forecast.batch, self._forecast.rates
         return {
             "shape": self._shape.name,
             "reason": self.reason.value,
-            "batch": self._batch,
-            "tokens_per_step": self._acceptance.tokens(self._shape),
-            "tokens_per_second": self._batch * self._rates.get(self._shape, 0.0),
-            "plain_tokens_per_second": self._batch * self._rates.get(NO_DRAFT, 0.0),
+            "batch": batch,
+            "tokens_per_step": self._speeds.tokens(self._shape),
+            "tokens_per_second": batch * rates.get(self._shape, 0.0),
+            "plain_tokens_per_second": batch * rates.get(NO_DRAFT, 0.0),
             "steps": self._num_steps,
             "switches": self._num_switches,
             "probes": self._num_probes,
@@ -176,52 +137,51 @@ class Controller:  # large: the figures of one decision and of its probes
     # ---- decisions ----
 
     def _decide(self, batch: int, *, is_other_batch: bool) -> None:
-        self._learn()
-        self._batch = batch
+        self._speeds.learn(self._num_steps, self._forecast.batch, self._standing)
+        self._forecast = self._speeds.forecast(self._num_steps, batch, self._standing)
         self._decide_at = self._num_steps + DECIDE_EVERY
-        self._rates = {shape: self._rate(shape, batch) for shape in {NO_DRAFT, *self.shapes}}
         if self._is_fixed:
             return
-        rates = {shape: rate * self._room(shape, batch) for shape, rate in self._rates.items()}
         if not self._has_begun:
-            self._begin(rates, batch)
+            self._begin()
             return
-        if self._probe is not None:
+        if self.reason is Reason.PROBE:
             self._end_probe()
             if not is_other_batch:
                 return
-        if self._probed is not None and rates[self._probed]:
-            self._saved_s -= self._lost_s(self._probed, rates, batch)
-            self._probed = None
-        if not self._switch(rates) and self._num_steps >= self._probe_at:
-            self._consider_probe(rates, batch)
+        self._budget.pay(self._forecast)
+        if not self._switch() and self._budget.is_due(self._num_steps):
+            self._consider_probe()
 
-    def _begin(self, rates: Mapping[Shape, float], batch: int) -> None:
+    def _begin(self) -> None:
         """Draft a chain of middle depth or less: what the drafter is worth is found out by using it."""
         self._has_begun = True
-        paying = [shape for shape in self.shapes if is_chain(shape) and rates[shape] > rates[NO_DRAFT]]
+        batch, speeds = self._forecast.batch, self._forecast.speeds
+        paying = [shape for shape in self.shapes if is_chain(shape) and speeds[shape] > speeds[NO_DRAFT]]
         if paying:
-            self._probed = self._chain_to_try(paying, batch)
-            self._stand(self._probed, Reason.FIRST_STEPS)
+            shape = self._chain_to_try(paying)
+            self._budget.owe(shape)
+            self._stand(shape, Reason.FIRST_STEPS)
             self._decide_at = self._num_steps + max(FIRST_WALKS // batch, PROBE_RESULTS) + PROBE_RESULTS
         else:
             self._stand(NO_DRAFT, Reason.DRAFTS_DO_NOT_PAY)
-            self._probe_at = self._num_steps + DECIDE_EVERY
+            self._budget.wait_until(self._num_steps + DECIDE_EVERY)
 
-    def _switch(self, rates: Mapping[Shape, float]) -> bool:
+    def _switch(self) -> bool:
         """Change to the fastest shape if that pays; return whether it did."""
+        speeds = self._forecast.speeds
         has_stayed = self._num_steps - self._standing_since >= STAY
         # Where the fastest shape is not worth a change, plain decode may be.
-        for shape in (max(self.shapes, key=rates.__getitem__), NO_DRAFT):
-            if rates[shape] >= rates[self._standing] * (self._least_gain(shape) if has_stayed else LARGE_GAIN):
+        for shape in (max(self.shapes, key=speeds.__getitem__), NO_DRAFT):
+            if speeds[shape] >= speeds[self._standing] * (self._least_gain(shape) if has_stayed else LARGE_GAIN):
                 break
         else:
             self._stand(self._standing)
             return False
         self._num_switches += 1
-        self._probe_pause = FIRST_PROBE_AFTER
-        if self._costs.weight(NO_DRAFT, self._batch):
-            self._probe_at = self._num_steps + self._probe_pause
+        self._budget.shorten_pauses()
+        if self._speeds.is_measured(NO_DRAFT, self._forecast.batch):
+            self._budget.pause(self._num_steps)
         self._stand(shape)
         return True
 
@@ -237,125 +197,47 @@ class Controller:  # large: the figures of one decision and of its probes
         self._shape = self._standing = shape
         self.reason = reason or (Reason.DRAFTS_PAY if shape != NO_DRAFT else Reason.DRAFTS_DO_NOT_PAY)
 
-    def _consider_probe(self, rates: Mapping[Shape, float], batch: int) -> None:
+    def _consider_probe(self) -> None:
         """Begin a probe if a shape may be better than predicted, and the probes before have been paid for."""
-        hopes = {shape: self._hope(shape, rates, batch) for shape in self.shapes if shape != self._standing}
-        hopeful = [shape for shape, hope in hopes.items() if hope > rates[self._standing]]
-        if hopeful and self._standing == NO_DRAFT:
-            shape = self._chain_to_try(hopeful, batch)
-        elif hopeful:
-            shape = max(hopeful, key=hopes.__getitem__)
-        else:
-            # Not even good luck would do: the load must change, or what was measured was disturbed.
-            if self._num_steps - self._standing_since < RAREST_PROBE_AFTER or self._probe_pause < RAREST_PROBE_AFTER:
-                self._back_off()
-                return
-            shape = max(hopes, key=rates.__getitem__)
-        if NO_DRAFT in hopeful and not self._costs.weight(NO_DRAFT, batch):
+        forecast = self._forecast
+        hopes = {shape: self._speeds.hope(shape, forecast) for shape in self.shapes if shape != forecast.standing}
+        hopeful = [shape for shape, hope in hopes.items() if hope > forecast.speeds[forecast.standing]]
+        if NO_DRAFT in hopeful and not self._speeds.is_measured(NO_DRAFT, forecast.batch):
             # Drafts must not fall behind plain decode, so what that takes is found out at once.
-            shape = NO_DRAFT
-        elif self._lost_s(shape, rates, batch) > self._saved_s:
-            shape = hopeful[0] if hopeful and self._standing == NO_DRAFT else shape
-            if self._lost_s(shape, rates, batch) > self._saved_s:
-                return
-        self._num_probes += 1
-        self._probe = self._shape = shape
-        self.reason = Reason.PROBE
-        self._decide_at = self._num_steps + _probe_steps(batch)
-        self._back_off()
-
-    def _lost_s(self, shape: Shape, rates: Mapping[Shape, float], batch: int) -> float:
-        """Return the seconds that a probe of this shape loses. The changes there and back cost a step each."""
-        if not rates[shape]:
-            return math.inf
-        if not rates[self._standing]:
-            # What stands cannot run at this batch.
-            return 0.0
-        seconds, tokens = self._costs.estimate(shape, batch), self._acceptance.tokens(shape)
-        lost_s = tokens * (1 / rates[shape] - 1 / rates[self._standing])
-        return _probe_steps(batch) * max(lost_s, 0.0) + seconds + self._costs.estimate(self._standing, batch)
-
-    def _hope(self, shape: Shape, rates: Mapping[Shape, float], batch: int) -> float:
-        """Return the speed of a shape with good luck."""
-        if not self._costs.weight(shape, batch):
-            doubt = UNKNOWN_PLAIN_DOUBT if shape == NO_DRAFT else UNKNOWN_DOUBT
+            self._begin_probe(NO_DRAFT)
+        elif hopeful or self._budget.allows_hopeless(self._num_steps - self._standing_since):
+            for shape in self._shapes_to_probe(hopes, hopeful):
+                if self._budget.affords(shape, forecast):
+                    self._begin_probe(shape)
+                    break
         else:
-            age = min((self._num_steps - self._observed_at.get(shape, 0)) / LONG_AGO, 1.0)
-            doubt = LEAST_DOUBT + age * (MOST_DOUBT - LEAST_DOUBT)
-        rate = rates[shape]
-        if self._standing == NO_DRAFT:
-            # Nothing was verified for a while: the text may suit the drafter better now.
-            rate = self._rate(shape, batch, at_least=FIRST_CHANCE) * self._room(shape, batch)
-            if not is_chain(shape):
-                return 0.0
-        return rate * (1 + doubt)
+            self._budget.back_off(self._num_steps)
 
-    def _chain_to_try(self, paying: Sequence[Shape], batch: int) -> Shape:
+    def _shapes_to_probe(self, hopes: Mapping[Shape, float], hopeful: Sequence[Shape]) -> list[Shape]:
+        """Return the shapes that a probe may try, the best one first."""
+        if not hopeful:
+            return [max(hopes, key=self._forecast.speeds.__getitem__)]
+        if self._standing == NO_DRAFT:
+            return [self._chain_to_try(hopeful), hopeful[0]]
+        return [max(hopeful, key=hopes.__getitem__)]
+
+    def _chain_to_try(self, paying: Sequence[Shape]) -> Shape:
         """Return the one of these chains by which to find out whether the text suits the drafter.
 
         A few rows need a long chain to tell much. Many tell enough by a short one, and a long one costs much.
         """
         middle = (self.shapes[-1].depth + 1) // 2
         short = [shape for shape in paying if shape.depth <= middle]
-        return short[-1] if short and batch < MANY_ROWS else paying[0]
+        return short[-1] if short and self._forecast.batch < MANY_ROWS else paying[0]
+
+    def _begin_probe(self, shape: Shape) -> None:
+        self._num_probes += 1
+        self._shape, self.reason = shape, Reason.PROBE
+        self._decide_at = self._num_steps + probe_steps(self._forecast.batch)
+        self._budget.owe(shape)
+        self._budget.back_off(self._num_steps)
 
     def _end_probe(self) -> None:
         """Go back to the shape that stands; the last results of the probe are still to come."""
-        self._probed, self._probe = self._probe, None
         self._stand(self._standing)
         self._decide_at = self._num_steps + PROBE_RESULTS
-
-    def _back_off(self) -> None:
-        self._probe_pause = min(2 * self._probe_pause, RAREST_PROBE_AFTER)
-        self._probe_at = self._num_steps + self._probe_pause
-
-    # ---- estimates ----
-
-    def _rate(self, shape: Shape, batch: int, *, at_least: float = 0.0) -> float:
-        """Return the predicted tokens a second of one row, with the prompts that tokens bring along.
-
-        Tokens of whatever shape bring as many, so prompts change no order. They damp what a shape gains.
-        """
-        if not self._is_fixed and not suits(shape, batch):
-            return 0.0
-        tokens = self._acceptance.tokens(shape, at_least=at_least)
-        return tokens / self._step_s(shape, batch, tokens)
-
-    def _room(self, shape: Shape, batch: int) -> float:
-        """Return what a shape's speed counts for: less than 1 if its steps leave too little room for prompts."""
-        step_s = self._step_s(shape, batch, self._acceptance.tokens(shape))
-        if not self._prompt_s or step_s <= MOST_FULL * self._limit_s:
-            return 1.0
-        return max(math.sqrt(MOST_FULL * self._limit_s / step_s), LEAST_ROOM)
-
-    def _step_s(self, shape: Shape, batch: int, tokens: float) -> float:
-        """Return the seconds of a step in which each row yields so many tokens, with the prompts that they bring."""
-        return self._costs.estimate(shape, batch) + tokens * batch * self._prompt_s
-
-    def _learn(self) -> None:
-        """Take in what was observed since the last decision."""
-        num_steps = max(sum(self._observed_steps.values()), 1)
-        if self._log is not None:
-            for shape, walks in self._walks.items():
-                for (num_matched, depth), count in walks.items():
-                    self._log(("walks", *shape, num_matched, depth, count))
-        self._acceptance.pass_steps(num_steps, set(self._walks))
-        for shape, walks in self._walks.items():
-            is_probe = shape != self._standing != NO_DRAFT
-            steps = max(self._observed_steps[shape], 1)
-            self._acceptance.observe(shape, walks, steps, max(self._batch, 1), is_probe=is_probe)
-        for shape in self._observed_steps:
-            self._observed_at[shape] = self._num_steps
-        tokens = sum(
-            max(self._batch, 1) * self._acceptance.tokens(shape) * n for shape, n in self._observed_steps.items()
-        )
-        if tokens:
-            self._prompt_s += PROMPT_SMOOTHING * (self._prompts_s / tokens - self._prompt_s)
-            self._prompts_s = 0.0
-        self._walks.clear()
-        self._observed_steps.clear()
-
-
-def _probe_steps(batch: int) -> int:
-    """Return the consecutive steps of a probe."""
-    return max(PROBE_STEPS, PROBE_WALKS // batch)
