@@ -49,7 +49,7 @@ class VocabularyOwner(Protocol):
 
 
 class OverlappedDrafts(Protocol):
-    """Drafts from device memory: drafter_svc.device.resident_draft.ResidentDraft."""
+    """Drafts from device memory: drafter_svc.device.overlapped_draft.OverlappedDraft."""
 
     def draft(self, request: DraftRequest) -> DraftBatch:
         """Enqueue the draft after a step that may still run; wait only for the last one of a run.
@@ -110,7 +110,7 @@ class Growth(Protocol):
 class GrowsFromMemory(Protocol):
     """A Growth that also drafts from device memory."""
 
-    def resident_draft(
+    def overlapped_draft(
         self, rows: DraftRows, scratch: Int32, memory: OverlapMemory, order: StreamOrder, figures: PassFigures
     ) -> OverlappedDrafts:
         """Return drafts from this memory.

@@ -163,7 +163,7 @@ class DraftPasses:
         """Draft from this memory on request. Raises PreconditionError if it cannot be used."""
         if not isinstance(self._growth, GrowsFromMemory):
             raise PreconditionError("a drafter on the CPU does not draft from device memory")
-        self._overlapped = self._growth.resident_draft(self._rows, self._scratch, memory, order, self.figures)
+        self._overlapped = self._growth.overlapped_draft(self._rows, self._scratch, memory, order, self.figures)
 
     @property
     def is_prepared(self) -> bool:

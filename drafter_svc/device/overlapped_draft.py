@@ -187,7 +187,7 @@ class _Stage:
         self.levels = levels.memory(shape, places, output)
 
 
-class ResidentDraft:  # large: one run's seats, passes and journal share all its buffers
+class OverlappedDraft:  # large: one run's seats, passes and journal share all its buffers
     """The runs of one attachment over one memory; one at a time.
 
     Args:
