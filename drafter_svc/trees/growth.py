@@ -48,7 +48,7 @@ class VocabularyOwner(Protocol):
     target_ids: NDArray[np.int32] | None
 
 
-class OverlappedDrafts(Protocol):
+class DraftsFromMemory(Protocol):
     """Drafts from device memory: drafter_svc.device.overlapped_draft.OverlappedDraft."""
 
     def draft(self, request: DraftRequest) -> DraftBatch:
@@ -112,7 +112,7 @@ class GrowsFromMemory(Protocol):
 
     def overlapped_draft(
         self, rows: DraftRows, scratch: Int32, memory: OverlapMemory, order: StreamOrder, figures: PassFigures
-    ) -> OverlappedDrafts:
+    ) -> DraftsFromMemory:
         """Return drafts from this memory.
 
         ``scratch``: int32 [slots, blocks]; the blocks of each tree.
