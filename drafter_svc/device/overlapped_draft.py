@@ -12,88 +12,39 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
-from time import monotonic
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from foretoken_kernels.cpu import draft_tree as kernel
-from foretoken_kernels.gpu import draft_tree_state as column
-from foretoken_kernels.gpu.draft_intake import stamp_draft, take_step
-from foretoken_kernels.gpu.draft_intake_state import (
-    NO_LENGTH,
-    DraftBatchState,
-    IntakeRows,
-    TakenStep,
-)
-from foretoken_kernels.gpu.draft_tree_state import NUM_COLUMNS, DraftOutput
-from foretoken_kernels.gpu.embedding import copy_rows
-from foretoken_kernels.overlap_state import NO_SLOT, StepResults
+from foretoken_kernels.overlap_state import NO_SLOT
 from numpy.typing import NDArray
 
-from drafter_svc.device.levels import DeviceLevels, FoundTrees, TreePlaces, TreeShape, batch_of, write_requests
+from drafter_svc.device.batch_rows import BatchRows
+from drafter_svc.device.device_wait import DeviceWait
+from drafter_svc.device.draft_stage import MAX_UNREAD_STEPS, NO_STEP, DraftStage, NewBlocks
+from drafter_svc.device.draft_stages import DraftStages
+from drafter_svc.device.levels import DeviceLevels, FoundTrees, batch_of
 from drafter_svc.device.usual_drafts import PROMPT_WIDTHS, UsualDraft, prompt_sizes, usual_drafts
 from drafter_svc.trees.figures import PassFigures
-from drafter_svc.trees.growth import set_tree_requests
 from drafter_svc.trees.passes import scratch_batch
 from drafter_svc.trees.prompts import PromptPasses, PromptRows
-from drafter_svc.trees.rows import DraftRows, DraftSequence
+from drafter_svc.trees.rows import DraftRows
 from foretoken.drafting import DeviceStep, DraftBatch, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
-from foretoken.models.device_batch import DeviceArrays, seq_bucket, table_bucket
-from foretoken.models.device_graph import DeviceGraphs
+from foretoken.models.device_batch import DeviceArrays
 from foretoken.models.device_journal import DeviceJournal
 from foretoken.models.device_sizes import PassSizes
-from foretoken.models.pinned_buffers import PinnedBuffers
 from foretoken.overlap_memory import OverlapMemory, StreamOrder
 from foretoken.tree import Int32
 
 logger = logging.getLogger(__name__)
 
-# Steps that may be on their way, and unread.
-_STEPS = 8
-# A table has room for so many blocks more than a run's longest sequence has, or it would soon be
-# too narrow.
-_ROOM_BLOCKS = 16
-# A table has a multiple of so many blocks, as tables of ordinary requests have. Otherwise kernels
-# would be compiled once more.
-_TABLE_STEP = 16
-# Seconds after which a step that does not come is given up. A verifier may compile kernels first.
-_PATIENCE_S = 10.0
 # Passes over prompts that may wait for a step. A device takes a limited number of launches.
 _QUEUED_PASSES = 8
-# Of no step.
-_NO_STEP = -1
 # Graphs that no request has asked for yet leave so much of the device's memory free.
 _SPARE_BYTES = 512 << 20
-
-
-class _Run:
-    """The seats as the last request that named them left them.
-
-    Attributes:
-        slots: the batch slot of each seat; -1: the seat is empty.
-        sequences: None: the seat is empty, or nothing is known of its sequence, and nothing is
-            learnt.
-        is_drafted: bool [seats]; whether KV entries are written; if not, tokens are only learnt.
-        num_blocks: how many blocks of each sequence are named.
-        wants_tree: bool [seats]; whether more than the root is asked for.
-    """
-
-    __slots__ = ("is_drafted", "num_blocks", "sequences", "slots", "wants_tree")
-
-    def __init__(self, slots: list[int]) -> None:
-        count = len(slots)
-        self.slots = slots
-        self.sequences: list[DraftSequence | None] = [None] * count
-        self.is_drafted = np.zeros(count, np.bool_)
-        self.num_blocks = [0] * count
-        self.wants_tree = np.zeros(count, np.bool_)
-
-    def __len__(self) -> int:
-        return len(self.slots)
 
 
 class _Prompts(NamedTuple):
@@ -108,86 +59,7 @@ class _Prompts(NamedTuple):
     arrays: list[DeviceArrays]
 
 
-class _Sizes(NamedTuple):
-    """Of the stages of one memory: seats are those of the shape."""
-
-    tokens: int
-    tree_blocks: int
-
-
-class _Stage:
-    """The memory of one shape's graph. ``capacity``: blocks of a sequence; those of its tree stand behind them."""
-
-    def __init__(
-        self,
-        shape: TreeShape,
-        sizes: _Sizes,
-        memory: OverlapMemory,
-        levels: DeviceLevels,
-        root_hidden: torch.Tensor,
-    ) -> None:
-        """``root_hidden``: [at least the shape's trees, hidden_size]; graphs run one at a time, so all share it."""
-        seats, tokens = shape.trees, sizes.tokens
-        device, rows = levels.device, shape.trees * sizes.tokens
-        self.capacity = shape.blocks - sizes.tree_blocks
-        self.results = StepResults(
-            memory.stamp,
-            memory.counts[:seats],
-            memory.lengths[:seats],
-            memory.num_left[:seats],
-            memory.new_tokens[:seats],
-            memory.hidden[:rows],
-        )
-        self.draft_stamp = memory.draft_stamp
-        # What the host sends when the seats are named anew. LENGTH, MAX_NODES and ROOT_TOKEN, and
-        # the number, are the device's from then on.
-        self.begun = PinnedBuffers(
-            {
-                "requests": ((seats, NUM_COLUMNS), torch.int32),
-                "tree_starts": ((seats,), torch.int32),
-                "context_starts": ((1, seats), torch.int32),
-                "max_nodes": ((seats,), torch.int32),
-                "number": ((1,), torch.int32),
-            },
-            device,
-        )
-        # Until the seats are named anew, entries are only added, after all that a kernel in flight
-        # reads: a copy that is still on its way may take them along, so the host need not wait for
-        # it. A sequence that has ended keeps those of blocks that others have by then: no step has
-        # tokens of it any more, so nothing is written there for it.
-        self.tables = PinnedBuffers({"block_tables": ((seats, shape.blocks), torch.int32)}, device)
-        self.journal = DeviceJournal(
-            {"counts": (seats,), "lengths": (seats,), "is_written": (seats,), "tokens": (seats, tokens)}, _STEPS, device
-        )
-        begun, tables = self.begun.device, self.tables.device["block_tables"]
-        self.seats = DraftBatchState(begun["number"], begun["max_nodes"], begun["requests"], tables)
-        self.taken = TakenStep(**self.journal.device)
-
-        def ints(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        self.rows = IntakeRows(ints(rows), ints(rows), ints(rows), ints(rows), ints(seats))
-        self.arrays = DeviceArrays(
-            masks=torch.zeros((rows, 1), dtype=torch.int64, device=device),
-            **self.rows._asdict(),
-            row_starts=torch.arange(seats + 1, dtype=torch.int32, device=device) * tokens,
-            tree_starts=begun["tree_starts"],
-            context_starts=begun["context_starts"][0],
-            block_tables=tables,
-            max_seq_rows=tokens,
-        )
-        self.root_hidden = root_hidden[:seats]
-        places = TreePlaces(begun["requests"], tables, begun["tree_starts"], begun["context_starts"])
-        output = DraftOutput(
-            memory.draft_tokens[:seats],
-            memory.draft_parents[:seats],
-            memory.draft_scores[:seats],
-            memory.num_nodes[:seats],
-        )
-        self.levels = levels.memory(shape, places, output)
-
-
-class OverlappedDraft:  # large: one run's seats, passes and journal share all its buffers
+class OverlappedDraft:  # large: one run's batch rows, passes and journal
     """The runs of one attachment over one memory; one at a time.
 
     Args:
@@ -222,32 +94,28 @@ class OverlappedDraft:  # large: one run's seats, passes and journal share all i
             )
         if memory.stamp.device != torch.empty(0, device=levels.device).device:
             raise PreconditionError(f"memory on {memory.stamp.device}, and a drafter on {levels.device}")
-        self._levels, self._target, self._rows, self._scratch = levels, target, rows, scratch
+        self._levels, self._target, self._rows = levels, target, rows
+        self._wait = DeviceWait(order, levels.device)
         self._memory, self._order, self._figures = memory, order, figures
-        self._sizes, self._pass_sizes = _Sizes(layout.tokens, scratch.shape[1]), pass_sizes
+        self._pass_sizes = pass_sizes
+        self._stages = DraftStages(
+            levels, target, memory, max_blocks=rows.max_blocks, scratch=scratch, graphs=pass_sizes.graphs
+        )
         # The trees of the last step of a run, for its reply.
         self._found = OverlapMemory.mirror(layout, pinned=levels.device.type == "cuda")
-        self._tree_requests = kernel.new_trees(layout.batch_rows, 2, 1)
-        self._all_seats = np.arange(layout.batch_rows, dtype=np.int32)
         self._prompt_rows = PromptRows(rows, target, pass_sizes.rows)
         # The stamp of each step with prompt rows.
-        self._stamps = DeviceJournal({"stamp": (1,)}, _STEPS, levels.device)
-        self._stages: dict[TreeShape, _Stage] = {}
-        self._root_hidden = torch.zeros(
-            (layout.batch_rows, max(levels.model.hidden_size, 1)), dtype=levels.dtype, device=levels.device
-        )
-        self._graphs = DeviceGraphs(pass_sizes.graphs and levels.device.type == "cuda")
+        self._stamps = DeviceJournal({"stamp": (1,)}, MAX_UNREAD_STEPS, levels.device)
         # Drafts whose graphs are still to be captured.
-        self._usual = deque(usual_drafts(target, layout) if self._graphs.enabled else ())
+        self._usual = deque(usual_drafts(target, layout) if self._stages.graphs.enabled else ())
         # None: no request has named the seats, or the run has ended.
-        self._run: _Run | None = None
+        self._run: BatchRows | None = None
         # None: the run has no seats.
-        self._stage: _Stage | None = None
-        self._shape: TreeShape | None = None
+        self._stage: DraftStage | None = None
         self._prompts: _Prompts | None = None
         # The sequences that had a seat in the last request.
         self._seated: frozenset[int] = frozenset()
-        self._number = _NO_STEP
+        self._number = NO_STEP
 
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftBatch:
@@ -291,7 +159,7 @@ class OverlappedDraft:  # large: one run's seats, passes and journal share all i
         self._check_prompts()
         if self._run is not None:
             self._seated = frozenset(sequence.number for sequence in self._run.sequences if sequence)
-        self._stage, self._shape, self._run = None, None, None
+        self._stage, self._run = None, None
 
     def release(self, slots: Sequence[int]) -> None:
         """Stop drafting for these slots.
@@ -316,20 +184,7 @@ class OverlappedDraft:  # large: one run's seats, passes and journal share all i
 
         What is written there is stamped as no step's.
         """
-        # Chains: wider trees share the kernels of ordinary requests.
-        layout = self._memory.layout
-        shapes = self._tree_requests.shapes
-        shapes[:] = 0
-        shapes[:, [kernel.MAX_DEPTH, kernel.MAX_BRANCHES]] = max(layout.tokens - 1, 1), 1
-        count = 1
-        while count <= layout.batch_rows:
-            run = _Run([-1] * count)
-            self._set_up(run, _NO_STEP)
-            assert self._stage is not None
-            self._launch_kernels(self._stage)
-            count *= 2
-        self._stages.clear()
-        self._stage, self._shape = None, None
+        self._stages.warm_up()
         self._warm_up_prompts()
 
     def _warm_up_prompts(self) -> None:
@@ -358,25 +213,24 @@ class OverlappedDraft:  # large: one run's seats, passes and journal share all i
         while self._usual and self._run is None:
             usual = self._usual.popleft()
             self._ask(usual)
-            if not self._graphs.captures(self._shape_of(usual.seats, usual.num_blocks)):
+            if not self._stages.graphs.captures(self._stages.shape_of(usual.seats, usual.num_blocks)):
                 continue
             if not _has_room(self._levels.device):
                 logger.warning("little memory is left on the GPU: other graphs are captured once requests need them")
                 self._usual.clear()
                 return False
-            run = _Run([NO_SLOT] * usual.seats)
+            run = BatchRows([NO_SLOT] * usual.seats)
             run.num_blocks[0] = usual.num_blocks
-            self._set_up(run, _NO_STEP)
-            stage, shape = self._stage, self._shape
-            assert stage is not None and shape is not None
-            self._stage = self._shape = None
-            self._graphs.run(shape, partial(self._launch_kernels, stage))
+            stage = self._stages.set_up(run, NO_STEP)
+            self._stages.graphs.run(stage.shape, stage.launch)
             return True
         return False
 
     def _ask(self, usual: UsualDraft) -> None:
         """Write a usual draft's tree requests in place of a run's."""
-        shapes, filters = (part[: usual.seats] for part in (self._tree_requests.shapes, self._tree_requests.filters))
+        shapes, filters = (
+            part[: usual.seats] for part in (self._stages.requested.shapes, self._stages.requested.filters)
+        )
         shapes[:] = 0
         shapes[:, [kernel.MAX_DEPTH, kernel.MAX_BRANCHES]] = usual.depth, usual.branches
         filters[:] = 0
@@ -407,17 +261,17 @@ class OverlappedDraft:  # large: one run's seats, passes and journal share all i
             self._prompts = _Prompts(step.number, slots, work, arrays)
             self._figures.extend_tokens += sum(part.batch.num_rows for part in work.passes)
         seats = request.rows[: step.num_batch_rows]
-        set_tree_requests(self._tree_requests, seats, min(self._target.max_nodes, self._memory.layout.nodes))
+        self._stages.request_trees(seats)
         self._run = self._named(seats, request)
         if step.num_batch_rows:
-            self._set_up(self._run, step.number)
+            self._stage = self._stages.set_up(self._run, step.number)
 
-    def _named(self, seats: NDArray[np.void], request: DraftRequest) -> _Run:
+    def _named(self, seats: NDArray[np.void], request: DraftRequest) -> BatchRows:
         """Return a run of these seats, with the sequences that are known."""
         names = ("slots", "generations", "salts", "lengths")
         slots, generations, salts, lengths = (seats[name].tolist() for name in names)
-        run, rows, size = _Run(slots), self._rows, self._target.block_size
-        run.wants_tree = self._tree_requests.shapes[: len(slots), kernel.MAX_DEPTH] > 0
+        run, rows, size = BatchRows(slots), self._rows, self._target.block_size
+        run.wants_tree = self._stages.requested.shapes[: len(slots), kernel.MAX_DEPTH] > 0
         starts, block_ids = request.block_starts.tolist(), request.block_ids.tolist()
         for index, length in enumerate(lengths):
             sequence = rows.find(slots[index], generations[index], salts[index])
@@ -439,10 +293,10 @@ class OverlappedDraft:  # large: one run's seats, passes and journal share all i
         return run
 
     @staticmethod
-    def _empty(run: _Run, index: int) -> None:
+    def _empty(run: BatchRows, index: int) -> None:
         run.sequences[index], run.is_drafted[index] = None, False
 
-    def _drop(self, run: _Run, index: int) -> None:
+    def _drop(self, run: BatchRows, index: int) -> None:
         """Drop a sequence that was sent contradictory data. Its kernels soon find no blocks."""
         sequence = run.sequences[index]
         if sequence is not None:
@@ -453,7 +307,7 @@ class OverlappedDraft:  # large: one run's seats, passes and journal share all i
         run, stage, rows = self._run, self._stage, self._rows
         assert run is not None
         starts, block_ids = request.block_starts, request.block_ids.tolist()
-        grown: list[tuple[int, int]] = []
+        added: list[NewBlocks] = []
         for index in np.flatnonzero(starts[1:] > starts[:-1]).tolist():
             sequence, first = run.sequences[index], run.num_blocks[index]
             if sequence is None:
@@ -465,81 +319,28 @@ class OverlappedDraft:  # large: one run's seats, passes and journal share all i
             run.num_blocks[index] += len(ids)
             if run.is_drafted[index]:
                 rows.claim_blocks(sequence, first, run.num_blocks[index])
-                grown.append((index, first))
-        if stage is None or not grown:
+                added.append(NewBlocks(index, first, ids))
+        if stage is None or not added:
             return
-        if any(run.num_blocks[index] > stage.capacity for index, _ in grown):
+        if any(run.num_blocks[batch_row] > stage.capacity for batch_row, _, _ in added):
             # Seldom: the tables' sizes double.
             self._read_all()
-            self._set_up(run, self._number)
+            self._stage = self._stages.set_up(run, self._number)
             return
-        tables = stage.tables.host["block_tables"]
-        for index, first in grown:
-            sequence, last = run.sequences[index], run.num_blocks[index]
-            assert sequence is not None
-            tables[index, first:last] = sequence.table[first:last]
-        stage.tables.send()
-
-    def _set_up(self, run: _Run, number: int) -> None:
-        """Send what is known of the seats before step ``number``."""
-        size, count = self._target.block_size, len(run)
-        all_rows = self._all_seats[:count]
-        self._shape = shape = self._shape_of(count, max(run.num_blocks))
-        if shape not in self._stages:
-            self._stages[shape] = _Stage(shape, self._sizes, self._memory, self._levels, self._root_hidden)
-        self._stage = stage = self._stages[shape]
-        capacity = stage.capacity
-        stage.begun.wait()
-        stage.tables.wait()
-        host, tables = stage.begun.host, stage.tables.host["block_tables"]
-        requests, max_nodes, context_starts = host["requests"], host["max_nodes"], host["context_starts"][0]
-        write_requests(requests, self._tree_requests, all_rows)
-        requests[:, column.MAX_NODES] = max_nodes[:] = 0
-        requests[:, column.LENGTH] = NO_LENGTH
-        requests[:, column.FIRST_SLOT] = host["tree_starts"][:] = capacity * size
-        context_starts[:] = 0
-        host["number"][0] = number
-        tables[:, :capacity] = NO_SLOT
-        tables[:, capacity:] = self._scratch[: len(tables)]
-        known = [(index, sequence) for index, sequence in enumerate(run.sequences) if sequence is not None]
-        if known:
-            indices = [index for index, _ in known]
-            requests[indices, column.LENGTH] = [sequence.length for _, sequence in known]
-            requests[indices, column.ROOT_TOKEN] = [sequence.tokens[sequence.length - 1] for _, sequence in known]
-        is_drafted = run.is_drafted
-        max_nodes[:count] = np.where(is_drafted, np.maximum(self._tree_requests.shapes[:count, kernel.MAX_NODES], 1), 0)
-        for index, sequence in known:
-            if is_drafted[index]:
-                num_blocks = run.num_blocks[index]
-                context_starts[index] = sequence.valid_start
-                tables[index, :num_blocks] = sequence.table[:num_blocks]
-        stage.begun.send()
-        stage.tables.send()
-
-    def _shape_of(self, count: int, num_blocks: int) -> TreeShape:
-        """Return the shape for the tree requests of so many seats, whose longest sequence has so many blocks."""
-        layout = self._memory.layout
-        least = min(table_bucket(num_blocks + _ROOM_BLOCKS), self._rows.max_blocks) + self._sizes.tree_blocks
-        return TreeShape.of(
-            self._tree_requests,
-            self._all_seats[:count],
-            trees=min(seq_bucket(count), layout.batch_rows),
-            nodes=layout.nodes,
-            blocks=-(-least // _TABLE_STEP) * _TABLE_STEP,
-        )
+        stage.send_blocks(added)
 
     def _launch(self, number: int, *, is_last: bool) -> None:
-        stage, shape = self._stage, self._shape
+        stage = self._stage
         self._order.await_step(number)
         if self._prompts is not None and self._prompts.number == number:
             self._write_prompts(self._prompts)
         if stage is None:
             self._memory.draft_stamp.fill_(number)
         else:
-            if self._graphs.captures(shape):
+            if self._stages.graphs.captures(stage.shape):
                 # A capture waits for the device.
-                self._reach()
-            self._graphs.run(shape, lambda: self._launch_kernels(stage))
+                self._wait.until_idle(self._number)
+            self._stages.graphs.run(stage.shape, stage.launch)
         self._order.signal_draft(number)
         if is_last:
             # The record that follows is waited for.
@@ -557,49 +358,17 @@ class OverlappedDraft:  # large: one run's seats, passes and journal share all i
         for index, (part, arrays) in enumerate(zip(prompts.work.passes, prompts.arrays, strict=True)):
             if index and index % _QUEUED_PASSES == 0:
                 # A full queue of launches waits for the device, too.
-                self._reach()
+                self._wait.until_idle(self._number)
             first = part.first_hidden if model.hidden_width else 0
             last = first + part.batch.num_rows if model.hidden_width else 0
             model.write_prompt(arrays, hidden[first:last])
-
-    def _reach(self) -> None:
-        """Wait until the device has got here. It may wait for a verifier that is gone."""
-        if self._levels.device.type == "cuda":
-            reached = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            reached.record()
-            self._wait(reached.query)
-
-    def _launch_kernels(self, stage: _Stage) -> None:
-        """The whole of one draft; captured."""
-        levels = self._levels
-        take_step(
-            stage.results,
-            stage.seats,
-            stage.rows,
-            stage.taken,
-            num_blocks=stage.capacity,
-            block_size=self._target.block_size,
-            num_slots=levels.num_slots,
-        )
-        output = levels.model.extend(stage.arrays, stage.results.hidden)
-        if levels.model.hidden_size:
-            copy_rows(output.hidden, stage.root_hidden, stage.rows.logit_rows)
-        levels.launch(stage.levels, output.logits, stage.root_hidden)
-        stamp_draft(stage.seats.number, stage.draft_stamp)
-
-    def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Wait until the device has arrived; past the deadline without the verifier."""
-        deadline = monotonic() + _PATIENCE_S
-        while not is_done():
-            if monotonic() > deadline:
-                self._order.release_step(self._number)
 
     def _check_prompts(self) -> None:
         """Wait for the passes over prompts, and forget sequences whose hidden states never came."""
         prompts, self._prompts = self._prompts, None
         if prompts is None:
             return
-        self._wait(self._stamps.is_ready)
+        self._wait.until(self._stamps.is_ready, self._number)
         if int(self._stamps.take()["stamp"][0]) != prompts.number:
             for extension in prompts.work.extensions:
                 self._rows.revoke(extension)
@@ -618,7 +387,7 @@ class OverlappedDraft:  # large: one run's seats, passes and journal share all i
         """Bring the rows up to date with the oldest step that is unread."""
         run, stage = self._run, self._stage
         assert run is not None and stage is not None
-        self._wait(stage.journal.is_ready)
+        self._wait.until(stage.journal.is_ready, self._number)
         taken = stage.journal.take()
         count = len(run)
         # The others have ended, or the step is lost, and there is a gap.
@@ -653,7 +422,7 @@ class OverlappedDraft:  # large: one run's seats, passes and journal share all i
         parts = (last.draft_tokens, last.draft_parents, last.draft_scores, last.num_nodes)
         found = FoundTrees(*(part[:num_seats].numpy() for part in parts))
         roots[:num_seats] = found.tokens[:, 0]
-        return batch_of(request, roots, self._all_seats[:num_seats], found)
+        return batch_of(request, roots, np.arange(num_seats, dtype=np.int32), found)
 
 
 def _has_room(device: torch.device) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafter_svc.device import overlapped_draft
+from drafter_svc.device import draft_stages, overlapped_draft
 from drafter_svc.device.levels import TreeShape
 from foretoken.drafting import TreeLimits
 from tests.drafter_svc.device.test_overlapped_draft import check_run, make, on
@@ -41,7 +41,7 @@ class Graphs:
 
 @pytest.fixture
 def play(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Play:
-    monkeypatch.setattr(overlapped_draft, "DeviceGraphs", Graphs)
+    monkeypatch.setattr(draft_stages, "DeviceGraphs", Graphs)
     drafter, target, width = make("EAGLE3", tmp_path, on(device))
     # Room for two widths of block tables.
     drafter.attach(replace(target, usual_trees=TREES, max_model_len=800), None)
@@ -49,7 +49,7 @@ def play(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Play:
 
 
 def captured(play: Play) -> list[TreeShape]:
-    graphs = play.overlapped._graphs
+    graphs = play.overlapped._stages.graphs
     assert isinstance(graphs, Graphs)
     return graphs.captured
 
