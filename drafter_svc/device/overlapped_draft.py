@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,40 +22,23 @@ from numpy.typing import NDArray
 
 from drafter_svc.device.batch_rows import BatchRows
 from drafter_svc.device.device_wait import DeviceWait
-from drafter_svc.device.draft_stage import MAX_UNREAD_STEPS, NO_STEP, DraftStage, NewBlocks
+from drafter_svc.device.draft_stage import NO_STEP, DraftStage, NewBlocks
 from drafter_svc.device.draft_stages import DraftStages
 from drafter_svc.device.levels import DeviceLevels, FoundTrees, batch_of
-from drafter_svc.device.usual_drafts import PROMPT_WIDTHS, UsualDraft, prompt_sizes, usual_drafts
+from drafter_svc.device.prompt_writer import PromptWriter
+from drafter_svc.device.usual_drafts import UsualDraft, usual_drafts
 from drafter_svc.trees.figures import PassFigures
-from drafter_svc.trees.passes import scratch_batch
-from drafter_svc.trees.prompts import PromptPasses, PromptRows
 from drafter_svc.trees.rows import DraftRows
 from foretoken.drafting import DeviceStep, DraftBatch, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
-from foretoken.models.device_batch import DeviceArrays
-from foretoken.models.device_journal import DeviceJournal
 from foretoken.models.device_sizes import PassSizes
 from foretoken.overlap_memory import OverlapMemory, StreamOrder
 from foretoken.tree import Int32
 
 logger = logging.getLogger(__name__)
 
-# Passes over prompts that may wait for a step. A device takes a limited number of launches.
-_QUEUED_PASSES = 8
 # Graphs that no request has asked for yet leave so much of the device's memory free.
 _SPARE_BYTES = 512 << 20
-
-
-class _Prompts(NamedTuple):
-    """The prompt rows of one request: what is not known to be written yet.
-
-    ``arrays``: of each pass, on the device.
-    """
-
-    number: int
-    slots: list[int]
-    work: PromptPasses
-    arrays: list[DeviceArrays]
 
 
 class OverlappedDraft:  # large: one run's batch rows, passes and journal
@@ -97,22 +79,18 @@ class OverlappedDraft:  # large: one run's batch rows, passes and journal
         self._levels, self._target, self._rows = levels, target, rows
         self._wait = DeviceWait(order, levels.device)
         self._memory, self._order, self._figures = memory, order, figures
-        self._pass_sizes = pass_sizes
         self._stages = DraftStages(
             levels, target, memory, max_blocks=rows.max_blocks, scratch=scratch, graphs=pass_sizes.graphs
         )
         # The trees of the last step of a run, for its reply.
         self._found = OverlapMemory.mirror(layout, pinned=levels.device.type == "cuda")
-        self._prompt_rows = PromptRows(rows, target, pass_sizes.rows)
-        # The stamp of each step with prompt rows.
-        self._stamps = DeviceJournal({"stamp": (1,)}, MAX_UNREAD_STEPS, levels.device)
+        self._prompts = PromptWriter(levels, target, pass_sizes, rows, memory, self._wait, figures)
         # Drafts whose graphs are still to be captured.
         self._usual = deque(usual_drafts(target, layout) if self._stages.graphs.enabled else ())
         # None: no request has named the seats, or the run has ended.
         self._run: BatchRows | None = None
         # None: the run has no seats.
         self._stage: DraftStage | None = None
-        self._prompts: _Prompts | None = None
         # The sequences that had a seat in the last request.
         self._seated: frozenset[int] = frozenset()
         self._number = NO_STEP
@@ -156,7 +134,7 @@ class OverlappedDraft:  # large: one run's batch rows, passes and journal
         All rows are up to date after that.
         """
         self._read_all()
-        self._check_prompts()
+        self._prompts.check(self._number)
         if self._run is not None:
             self._seated = frozenset(sequence.number for sequence in self._run.sequences if sequence)
         self._stage, self._run = None, None
@@ -166,14 +144,14 @@ class OverlappedDraft:  # large: one run's batch rows, passes and journal
 
         A run ends without the verifier if nothing is left of it.
         """
-        run, prompts = self._run, self._prompts
+        run, prompt_slots = self._run, self._prompts.slots
         if run is None:
             return
         released = [index for index, slot in enumerate(run.slots) if slot in slots]
         for index in released:
             self._empty(run, index)
-        waiting = set() if prompts is None else {slot for slot in prompts.slots if slot not in slots}
-        is_touched = bool(released) or (prompts is not None and len(waiting) < len(prompts.slots))
+        waiting = {slot for slot in prompt_slots if slot not in slots}
+        is_touched = bool(released) or len(waiting) < len(prompt_slots)
         if is_touched and not waiting and not any(run.sequences):
             self._order.release_step(self._number)
             self.finish()
@@ -185,18 +163,7 @@ class OverlappedDraft:  # large: one run's batch rows, passes and journal
         What is written there is stamped as no step's.
         """
         self._stages.warm_up()
-        self._warm_up_prompts()
-
-    def _warm_up_prompts(self) -> None:
-        target, sizes, model = self._target, self._pass_sizes, self._levels.model
-        most = min(self._memory.layout.prompt_rows, sizes.rows, target.max_model_len)
-        widths = {min(width, sizes.blocks) for width in (*PROMPT_WIDTHS, sizes.blocks)}
-        for seqs, longest in prompt_sizes(most, sizes.seqs):
-            rows = seqs - 1 + longest
-            arrays = model.upload(scratch_batch(rows, target, seqs=seqs, wants_logits=False))
-            for width in widths:
-                tables = torch.full((seqs, width), target.num_blocks, dtype=torch.int32, device=self._levels.device)
-                model.write_prompt(arrays._replace(block_tables=tables), self._memory.prompt_hidden[:rows])
+        self._prompts.warm_up()
 
     @property
     def is_prepared(self) -> bool:
@@ -255,11 +222,7 @@ class OverlappedDraft:  # large: one run's batch rows, passes and journal
     def _begin(self, request: DraftRequest, step: DeviceStep) -> None:
         self._number = step.number
         if step.num_batch_rows < request.num_rows:
-            work = self._prompt_rows.learn(request)
-            arrays = [self._levels.model.upload(part.batch) for part in work.passes]
-            slots = request.slots[step.num_batch_rows :].tolist()
-            self._prompts = _Prompts(step.number, slots, work, arrays)
-            self._figures.extend_tokens += sum(part.batch.num_rows for part in work.passes)
+            self._prompts.learn(request, step)
         seats = request.rows[: step.num_batch_rows]
         self._stages.request_trees(seats)
         self._run = self._named(seats, request)
@@ -332,8 +295,7 @@ class OverlappedDraft:  # large: one run's batch rows, passes and journal
     def _launch(self, number: int, *, is_last: bool) -> None:
         stage = self._stage
         self._order.await_step(number)
-        if self._prompts is not None and self._prompts.number == number:
-            self._write_prompts(self._prompts)
+        self._prompts.write(number)
         if stage is None:
             self._memory.draft_stamp.fill_(number)
         else:
@@ -350,34 +312,10 @@ class OverlappedDraft:  # large: one run's batch rows, passes and journal
                 self._read_next()
             stage.journal.record()
 
-    def _write_prompts(self, prompts: _Prompts) -> None:
-        """Launch the passes over prompt rows, from the hidden states that the step before left."""
-        self._stamps.device["stamp"].copy_(self._memory.stamp)
-        self._stamps.record()
-        hidden, model = self._memory.prompt_hidden, self._levels.model
-        for index, (part, arrays) in enumerate(zip(prompts.work.passes, prompts.arrays, strict=True)):
-            if index and index % _QUEUED_PASSES == 0:
-                # A full queue of launches waits for the device, too.
-                self._wait.until_idle(self._number)
-            first = part.first_hidden if model.hidden_width else 0
-            last = first + part.batch.num_rows if model.hidden_width else 0
-            model.write_prompt(arrays, hidden[first:last])
-
-    def _check_prompts(self) -> None:
-        """Wait for the passes over prompts, and forget sequences whose hidden states never came."""
-        prompts, self._prompts = self._prompts, None
-        if prompts is None:
-            return
-        self._wait.until(self._stamps.is_ready, self._number)
-        if int(self._stamps.take()["stamp"][0]) != prompts.number:
-            for extension in prompts.work.extensions:
-                self._rows.revoke(extension)
-
     def _read_ready(self) -> None:
         while self._stage is not None and len(self._stage.journal) and self._stage.journal.is_ready():
             self._read_next()
-        if self._prompts is not None and self._stamps.is_ready():
-            self._check_prompts()
+        self._prompts.check_ready(self._number)
 
     def _read_all(self) -> None:
         while self._stage is not None and len(self._stage.journal):
