@@ -32,6 +32,11 @@ class BatchRows:
     def __len__(self) -> int:
         return len(self.slots)
 
+    @property
+    def num_drafted(self) -> int:
+        """Number of batch rows that have a tree, as far as the host knows."""
+        return int(np.count_nonzero(self.is_drafted & self.wants_tree))
+
     def empty(self, index: int) -> None:
         """Stop drafting for a batch row, and learning its tokens."""
         self.sequences[index], self.is_drafted[index] = None, False

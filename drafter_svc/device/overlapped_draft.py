@@ -10,14 +10,11 @@ Here a *run* lasts from a request that names the seats to the next one that does
 
 from __future__ import annotations
 
-import logging
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from foretoken_kernels.cpu import draft_tree as kernel
-from foretoken_kernels.overlap_state import NO_SLOT
 from numpy.typing import NDArray
 
 from drafter_svc.device.batch_rows import BatchRows
@@ -26,7 +23,7 @@ from drafter_svc.device.draft_stage import NO_STEP, DraftStage, NewBlocks
 from drafter_svc.device.draft_stages import DraftStages
 from drafter_svc.device.levels import DeviceLevels, FoundTrees, batch_of
 from drafter_svc.device.prompt_writer import PromptWriter
-from drafter_svc.device.usual_drafts import UsualDraft, usual_drafts
+from drafter_svc.device.usual_captures import UsualCaptures
 from drafter_svc.trees.figures import PassFigures
 from drafter_svc.trees.rows import DraftRows
 from foretoken.drafting import DeviceStep, DraftBatch, DraftRequest, TargetInfo
@@ -34,11 +31,6 @@ from foretoken.errors import PreconditionError
 from foretoken.models.device_sizes import PassSizes
 from foretoken.overlap_memory import OverlapMemory, StreamOrder
 from foretoken.tree import Int32
-
-logger = logging.getLogger(__name__)
-
-# Graphs that no request has asked for yet leave so much of the device's memory free.
-_SPARE_BYTES = 512 << 20
 
 
 class OverlappedDraft:  # large: one run's batch rows, passes and journal
@@ -85,8 +77,7 @@ class OverlappedDraft:  # large: one run's batch rows, passes and journal
         # The trees of the last step of a run, for its reply.
         self._found = OverlapMemory.mirror(layout, pinned=levels.device.type == "cuda")
         self._prompts = PromptWriter(levels, target, pass_sizes, rows, memory, self._wait, figures)
-        # Drafts whose graphs are still to be captured.
-        self._usual = deque(usual_drafts(target, layout) if self._stages.graphs.enabled else ())
+        self._usual = UsualCaptures(self._stages, target)
         # None: no request has named the seats, or the run has ended.
         self._run: BatchRows | None = None
         # None: the run has no seats.
@@ -168,42 +159,12 @@ class OverlappedDraft:  # large: one run's batch rows, passes and journal
     @property
     def is_prepared(self) -> bool:
         """Whether ``prepare`` has nothing left to do."""
-        return not self._usual
+        return self._usual.are_done
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        """Capture one more graph of a usual draft, if no run is begun. Return whether it did.
-
-        Writes only to scratch, and to trees that nobody reads between two runs; those are stamped as
-        no step's.
-        """
-        while self._usual and self._run is None:
-            usual = self._usual.popleft()
-            self._ask(usual)
-            if not self._stages.graphs.captures(self._stages.shape_of(usual.seats, usual.num_blocks)):
-                continue
-            if not _has_room(self._levels.device):
-                logger.warning("little memory is left on the GPU: other graphs are captured once requests need them")
-                self._usual.clear()
-                return False
-            run = BatchRows([NO_SLOT] * usual.seats)
-            run.num_blocks[0] = usual.num_blocks
-            stage = self._stages.set_up(run, NO_STEP)
-            self._stages.graphs.run(stage.shape, stage.launch)
-            return True
-        return False
-
-    def _ask(self, usual: UsualDraft) -> None:
-        """Write a usual draft's tree requests in place of a run's."""
-        shapes, filters = (
-            part[: usual.seats] for part in (self._stages.requested.shapes, self._stages.requested.filters)
-        )
-        shapes[:] = 0
-        shapes[:, [kernel.MAX_DEPTH, kernel.MAX_BRANCHES]] = usual.depth, usual.branches
-        filters[:] = 0
-        filters[:, kernel.TOP_P] = 1
-        if usual.filtered:
-            filters[:, kernel.TEMPERATURE] = shapes[:, kernel.TOP_K] = 1
+        """Capture one more graph of a usual draft, if no run is begun. Return whether it did."""
+        return self._run is None and self._usual.capture()
 
     def _checked(self, request: DraftRequest) -> DeviceStep:
         step, layout = request.device_step, self._memory.layout
@@ -361,8 +322,3 @@ class OverlappedDraft:  # large: one run's batch rows, passes and journal
         found = FoundTrees(*(part[:num_seats].numpy() for part in parts))
         roots[:num_seats] = found.tokens[:, 0]
         return batch_of(request, roots, np.arange(num_seats, dtype=np.int32), found)
-
-
-def _has_room(device: torch.device) -> bool:
-    """Return whether graphs may take more of a device's memory."""
-    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] >= _SPARE_BYTES

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafter_svc.device import draft_stages, overlapped_draft
+from drafter_svc.device import draft_stages, usual_captures
 from drafter_svc.device.levels import TreeShape
 from foretoken.drafting import TreeLimits
 from tests.drafter_svc.device.test_overlapped_draft import check_run, make, on
@@ -112,7 +112,7 @@ def test_the_last_memory_of_a_device_is_left_alone(
     play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert play.drafter.prepare()
-    monkeypatch.setattr(overlapped_draft, "_has_room", lambda _device: False)
+    monkeypatch.setattr(usual_captures, "_has_room", lambda _device: False)
     with caplog.at_level(logging.WARNING):
         assert not play.drafter.prepare()
     assert play.drafter.is_prepared and len(captured(play)) == 1
