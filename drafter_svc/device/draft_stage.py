@@ -35,7 +35,7 @@ NO_STEP = -1
 
 
 class NewBlocks(NamedTuple):
-    """Blocks of one sequence, from logical block ``first`` on."""
+    """New blocks of one sequence, from logical block ``first`` on."""
 
     batch_row: int
     first: int
@@ -51,6 +51,7 @@ class DraftStage:
             run one at a time.
 
     Attributes:
+        shape: as given.
         capacity: blocks of a sequence at most.
         journal: what the device took from each step, for the host to read later.
     """

@@ -35,6 +35,7 @@ class DraftStages:
         graphs: whether drafts are captured.
 
     Attributes:
+        levels, memory: as given.
         requested: the tree requests of the batch rows, for all stages.
         graphs: the captured drafts by shape.
     """

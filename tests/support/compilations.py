@@ -84,7 +84,7 @@ def main(folder: Path, depth: int, branches: int) -> None:
             play.send(0)
             drafter.draft(play.request(1, begins=True, is_last=False))
             play.order.calls.clear()
-    model = play.overlapped._levels.model
+    model = play.overlapped._stages.levels.model
     for rows, seqs in ((1, 1), (3, 2), (7, 1), (27, 3), (33, 1), (64, 10)):
         batch = scratch_batch(rows, target, seqs=seqs, wants_logits=False)
         with torch.inference_mode():

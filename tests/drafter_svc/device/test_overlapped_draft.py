@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from drafter_svc.device import device_wait, draft_stages
-from drafter_svc.device.overlapped_draft import OverlappedDraft
+from drafter_svc.device.draft_run import DraftRun
 from drafter_svc.model.head import HeadDrafter
 from drafter_svc.model.placement import ON_CPU, ModelPlacement
 from drafter_svc.model.standalone import StandaloneDrafter
@@ -190,7 +190,7 @@ def test_blocks_of_a_text_that_ended_are_given_to_another(play: Play, monkeypatc
     play.begin(texts, 2)
     # The other text needs the first one's blocks from its third step on.
     play.blocks[1][3:6] = reversed(play.blocks[0][:3])
-    monkeypatch.setattr(OverlappedDraft, "_read_ready", lambda self: None)
+    monkeypatch.setattr(DraftRun, "read_ready", lambda self: None)
     play.prompts()
     for step in range(5):
         found = play.post(step, begins=step == 0, is_last=step == 4)

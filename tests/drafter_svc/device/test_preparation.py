@@ -61,7 +61,7 @@ def test_all_is_captured_one_by_one_and_only_once(play: Play) -> None:
     known = captured(play)[:]
     assert len(known) == 1
     play.order.calls.clear()
-    cache = play.overlapped._levels.model._passes._cache.data  # type: ignore[attr-defined]
+    cache = play.overlapped._stages.levels.model._passes._cache.data  # type: ignore[attr-defined]
     memory = play.memory
     written = memory.stamp, memory.results, memory.hidden, memory.prompt_hidden, cache[:, :, :NUM_BLOCKS]
     before = [part.view(torch.uint8).clone() for part in written]
