@@ -21,7 +21,7 @@ from drafter_svc.device.levels import (
     batch_of,
     write_requests,
 )
-from drafter_svc.device.resident_draft import ResidentDraft
+from drafter_svc.device.overlapped_draft import OverlappedDraft
 from drafter_svc.trees.figures import PassFigures
 from drafter_svc.trees.growth import MAX_BRANCHES, ROWS_PER_SLOT, PassOutput
 from drafter_svc.trees.rows import DraftRows
@@ -135,10 +135,10 @@ class DeviceGrowth:
         self._stage, self._rows = None, np.empty(0, np.int32)
         return batch
 
-    def resident_draft(
+    def overlapped_draft(
         self, rows: DraftRows, scratch: Int32, memory: OverlapMemory, order: StreamOrder, figures: PassFigures
-    ) -> ResidentDraft:
-        draft = ResidentDraft(self._levels, self._target, self._sizes, rows, scratch, memory, order, figures)
+    ) -> OverlappedDraft:
+        draft = OverlappedDraft(self._levels, self._target, self._sizes, rows, scratch, memory, order, figures)
         if self._is_warm:
             draft.warm_up()
         return draft

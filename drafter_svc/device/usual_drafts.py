@@ -23,14 +23,14 @@ class UsualDraft(NamedTuple):
     """What a graph of a draft depends on.
 
     Attributes:
-        seats: seats of the step.
+        batch_rows: batch rows of the step.
         depth: levels of a tree.
         branches: children of a node.
         num_blocks: blocks of the longest sequence.
-        filtered: whether any seat has top-k, top-p or min-p.
+        filtered: whether any batch row has top-k, top-p or min-p.
     """
 
-    seats: int
+    batch_rows: int
     depth: int
     branches: int
     num_blocks: int
@@ -45,17 +45,17 @@ def usual_drafts(target: TargetInfo, layout: OverlapLayout) -> Iterator[UsualDra
     most_depth, most = max(layout.tokens - 1, 1), seq_bucket(layout.batch_rows)
     for num_blocks in _USUAL_BLOCKS:
         for filtered in (False, True):
-            seats = 1
-            while seats <= most:
+            batch_rows = 1
+            while batch_rows <= most:
                 for depth, branches in target.usual_trees:
                     yield UsualDraft(
-                        min(seats, layout.batch_rows),
+                        min(batch_rows, layout.batch_rows),
                         min(depth, most_depth),
                         min(branches, MAX_BRANCHES),
                         num_blocks,
                         filtered,
                     )
-                seats *= 2
+                batch_rows *= 2
 
 
 def prompt_sizes(most_rows: int, most_seqs: int) -> Iterator[tuple[int, int]]:

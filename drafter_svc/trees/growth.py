@@ -48,8 +48,8 @@ class VocabularyOwner(Protocol):
     target_ids: NDArray[np.int32] | None
 
 
-class OverlappedDrafts(Protocol):
-    """Drafts from device memory: drafter_svc.device.resident_draft.ResidentDraft."""
+class DraftsFromMemory(Protocol):
+    """Drafts from device memory: drafter_svc.device.overlapped_draft.OverlappedDraft."""
 
     def draft(self, request: DraftRequest) -> DraftBatch:
         """Enqueue the draft after a step that may still run; wait only for the last one of a run.
@@ -110,9 +110,9 @@ class Growth(Protocol):
 class GrowsFromMemory(Protocol):
     """A Growth that also drafts from device memory."""
 
-    def resident_draft(
+    def overlapped_draft(
         self, rows: DraftRows, scratch: Int32, memory: OverlapMemory, order: StreamOrder, figures: PassFigures
-    ) -> OverlappedDrafts:
+    ) -> DraftsFromMemory:
         """Return drafts from this memory.
 
         ``scratch``: int32 [slots, blocks]; the blocks of each tree.

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from drafter_svc.trees.figures import PassFigures
 from drafter_svc.trees.growth import (
     ROWS_PER_SLOT,
+    DraftsFromMemory,
     GrowsFromMemory,
     GrowthMaker,
-    OverlappedDrafts,
     PassOutput,
     set_tree_requests,
 )
@@ -126,7 +126,7 @@ class DraftPasses:
         # For each module but the last and each block: the output at the block's last written KV
         # slot. The next module reads it with the token of the next slot.
         self._carry = np.zeros((model.num_depths - 1, target.num_blocks, model.hidden_size), np.float32)
-        self._overlapped: OverlappedDrafts | None = None
+        self._overlapped: DraftsFromMemory | None = None
 
     def draft(self, request: DraftRequest) -> DraftBatch:
         """Learn the new tokens, write their KV entries and grow a tree for each row if possible.
@@ -163,7 +163,7 @@ class DraftPasses:
         """Draft from this memory on request. Raises PreconditionError if it cannot be used."""
         if not isinstance(self._growth, GrowsFromMemory):
             raise PreconditionError("a drafter on the CPU does not draft from device memory")
-        self._overlapped = self._growth.resident_draft(self._rows, self._scratch, memory, order, self.figures)
+        self._overlapped = self._growth.overlapped_draft(self._rows, self._scratch, memory, order, self.figures)
 
     @property
     def is_prepared(self) -> bool:

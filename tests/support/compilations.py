@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from drafter_svc.model.placement import ModelPlacement
 from drafter_svc.trees.passes import scratch_batch
 from foretoken.models.backend import Backend
-from tests.drafter_svc.device import test_resident_draft
+from tests.drafter_svc.device import test_overlapped_draft
 from tests.support import overlap_play
 
 BATCH_ROWS, NUM_BLOCKS, PROMPT_ROWS = 16, 400, 64
@@ -66,10 +66,10 @@ def main(folder: Path, depth: int, branches: int) -> None:
     nodes = 1 + depth * branches
     overlap_play.PROMPT_ROWS = PROMPT_ROWS
     overlap_play.TOKENS, overlap_play.NODES, overlap_play.BATCH_ROWS = depth + 1, nodes, BATCH_ROWS
-    test_resident_draft.NODES, test_resident_draft.BATCH_ROWS = nodes, BATCH_ROWS
-    overlap_play.NUM_BLOCKS = test_resident_draft.NUM_BLOCKS = NUM_BLOCKS
+    test_overlapped_draft.NODES, test_overlapped_draft.BATCH_ROWS = nodes, BATCH_ROWS
+    overlap_play.NUM_BLOCKS = test_overlapped_draft.NUM_BLOCKS = NUM_BLOCKS
     placement = ModelPlacement(Backend("gpu", torch.device("cpu")), torch.float32, graphs=False, warm=True)
-    drafter, target, width = test_resident_draft.make("EAGLE3", folder, placement)
+    drafter, target, width = test_overlapped_draft.make("EAGLE3", folder, placement)
     found.phase = "attach"
     # Room for a block table as wide as long contexts need.
     drafter.attach(replace(target, max_model_len=1200), None)
@@ -84,7 +84,7 @@ def main(folder: Path, depth: int, branches: int) -> None:
             play.send(0)
             drafter.draft(play.request(1, begins=True, is_last=False))
             play.order.calls.clear()
-    model = play.overlapped._levels.model
+    model = play.overlapped._stages.levels.model
     for rows, seqs in ((1, 1), (3, 2), (7, 1), (27, 3), (33, 1), (64, 10)):
         batch = scratch_batch(rows, target, seqs=seqs, wants_logits=False)
         with torch.inference_mode():

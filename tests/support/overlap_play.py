@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from drafter_svc.device.resident_draft import ResidentDraft
+from drafter_svc.device.overlapped_draft import OverlappedDraft
 from drafter_svc.model.drafter import ModelDrafter
 from foretoken.drafting import DeviceStep, DraftBatch, DraftRequest
 from foretoken.overlap_memory import OverlapLayout, OverlapMemory, StreamOrder
@@ -79,7 +79,7 @@ class Play:
         drafter.set_overlap_memory(self.memory, self.order)
         passes = drafter._passes
         assert passes is not None
-        assert isinstance(passes._overlapped, ResidentDraft)
+        assert isinstance(passes._overlapped, OverlappedDraft)
         self.overlapped = passes._overlapped
         self._step_id = 0
         self._number = 100

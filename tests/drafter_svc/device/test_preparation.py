@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafter_svc.device import resident_draft
+from drafter_svc.device import draft_stages, usual_captures
 from drafter_svc.device.levels import TreeShape
 from foretoken.drafting import TreeLimits
-from tests.drafter_svc.device.test_resident_draft import check_run, make, on
+from tests.drafter_svc.device.test_overlapped_draft import check_run, make, on
 from tests.support.overlap_play import BATCH_ROWS, NUM_BLOCKS, Play, Text
 
 TREES = TreeLimits(1, 1), TreeLimits(2, 2)
@@ -41,7 +41,7 @@ class Graphs:
 
 @pytest.fixture
 def play(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Play:
-    monkeypatch.setattr(resident_draft, "DeviceGraphs", Graphs)
+    monkeypatch.setattr(draft_stages, "DeviceGraphs", Graphs)
     drafter, target, width = make("EAGLE3", tmp_path, on(device))
     # Room for two widths of block tables.
     drafter.attach(replace(target, usual_trees=TREES, max_model_len=800), None)
@@ -49,7 +49,7 @@ def play(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Play:
 
 
 def captured(play: Play) -> list[TreeShape]:
-    graphs = play.overlapped._graphs
+    graphs = play.overlapped._stages.graphs
     assert isinstance(graphs, Graphs)
     return graphs.captured
 
@@ -61,7 +61,7 @@ def test_all_is_captured_one_by_one_and_only_once(play: Play) -> None:
     known = captured(play)[:]
     assert len(known) == 1
     play.order.calls.clear()
-    cache = play.overlapped._levels.model._passes._cache.data  # type: ignore[attr-defined]
+    cache = play.overlapped._stages.levels.model._passes._cache.data  # type: ignore[attr-defined]
     memory = play.memory
     written = memory.stamp, memory.results, memory.hidden, memory.prompt_hidden, cache[:, :, :NUM_BLOCKS]
     before = [part.view(torch.uint8).clone() for part in written]
@@ -112,7 +112,7 @@ def test_the_last_memory_of_a_device_is_left_alone(
     play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert play.drafter.prepare()
-    monkeypatch.setattr(resident_draft, "_has_room", lambda _device: False)
+    monkeypatch.setattr(usual_captures, "_has_room", lambda _device: False)
     with caplog.at_level(logging.WARNING):
         assert not play.drafter.prepare()
     assert play.drafter.is_prepared and len(captured(play)) == 1

@@ -26,7 +26,7 @@ def test_few_short_sequences_come_first() -> None:
     found = list(usual_drafts(target_info(usual_trees=TREES), LAYOUT))
     assert len(found) == len(set(found)) == 2 * 2 * 4 * len(TREES)
     assert [draft[:3] for draft in found[:4]] == [(1, 1, 1), (1, 3, 1), (1, 3, 2), (2, 1, 1)]
-    assert {draft.seats for draft in found} == {1, 2, 4, 6}
+    assert {draft.batch_rows for draft in found} == {1, 2, 4, 6}
     short = [draft for draft in found if draft.num_blocks == found[0].num_blocks]
     assert found[: len(short)] == short and not any(draft.filtered for draft in short[: len(short) // 2])
 

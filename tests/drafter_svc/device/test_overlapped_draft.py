@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from drafter_svc.device import resident_draft
-from drafter_svc.device.resident_draft import ResidentDraft
+from drafter_svc.device import device_wait, draft_stages
+from drafter_svc.device.draft_run import DraftRun
 from drafter_svc.model.head import HeadDrafter
 from drafter_svc.model.placement import ON_CPU, ModelPlacement
 from drafter_svc.model.standalone import StandaloneDrafter
@@ -23,7 +23,7 @@ from foretoken.errors import PreconditionError
 from foretoken.kv_cache import KVCache
 from foretoken.models.backend import Backend
 from foretoken.models.device_journal import DeviceJournal
-from foretoken.overlap_memory import OverlapLayout, OverlapMemory
+from foretoken.overlap_memory import OverlapLayout, OverlapMemory, StreamOrder
 from tests.references.head_files import (
     HIDDEN,
     NUM_LAYERS,
@@ -169,8 +169,8 @@ def test_three_texts_and_four_have_one_graph(play: Play) -> None:
         check_run(play, texts[:count])
     passes = play.drafter._passes
     assert passes is not None
-    growth, resident = passes._growth, passes._overlapped
-    for stages in (growth._stages, resident._stages):  # type: ignore[attr-defined, union-attr]
+    growth, overlapped = passes._growth, passes._overlapped
+    for stages in (growth._stages, overlapped._stages._stages):  # type: ignore[attr-defined, union-attr]
         assert 4 in {shape.trees for shape in stages} and 3 not in {shape.trees for shape in stages}
 
 
@@ -190,7 +190,7 @@ def test_blocks_of_a_text_that_ended_are_given_to_another(play: Play, monkeypatc
     play.begin(texts, 2)
     # The other text needs the first one's blocks from its third step on.
     play.blocks[1][3:6] = reversed(play.blocks[0][:3])
-    monkeypatch.setattr(ResidentDraft, "_read_ready", lambda self: None)
+    monkeypatch.setattr(DraftRun, "read_ready", lambda self: None)
     play.prompts()
     for step in range(5):
         found = play.post(step, begins=step == 0, is_last=step == 4)
@@ -345,9 +345,9 @@ def test_runs_of_one_step_each(play: Play) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_wider_tables(head: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resident_draft, "_ROOM_BLOCKS", 1)
-    monkeypatch.setattr(resident_draft, "_TABLE_STEP", 1)
-    monkeypatch.setattr(resident_draft, "table_bucket", lambda blocks: blocks)
+    monkeypatch.setattr(draft_stages, "_ROOM_BLOCKS", 1)
+    monkeypatch.setattr(draft_stages, "_TABLE_STEP", 1)
+    monkeypatch.setattr(draft_stages, "table_bucket", lambda blocks: blocks)
     check_run(head, [Text(5, (1, 3, 2), 101), Text(10, (2, 1, 3), 102)])
 
 
@@ -377,7 +377,7 @@ def test_steps_that_do_not_come_are_given_up(head: Play, monkeypatch: pytest.Mon
     """A device that waits for the verifier goes on when released, and learns everything sent."""
     texts = [Text(5, (1, 3, 2), 141)]
     expected, expected_finale = sent(head, texts, 1)
-    monkeypatch.setattr(resident_draft, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(device_wait, "_MAX_WAIT_S", 0.0)
     head.begin(texts, 2)
     head.prompts()
     head.order.calls.clear()
@@ -450,7 +450,7 @@ def test_a_drafter_on_the_cpu_refuses(tmp_path: Path) -> None:
     layout = OverlapLayout(2, TOKENS, NODES, width, torch.float32)
     memory = OverlapMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)
     with pytest.raises(PreconditionError, match="on the CPU"):
-        drafter.set_overlap_memory(memory, resident_draft.StreamOrder())
+        drafter.set_overlap_memory(memory, StreamOrder())
 
 
 @pytest.mark.slow

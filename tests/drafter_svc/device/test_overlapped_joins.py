@@ -8,8 +8,8 @@ from functools import cache
 
 import pytest
 
-from drafter_svc.device import resident_draft
-from tests.drafter_svc.device.test_resident_draft import KINDS, make, on
+from drafter_svc.device import prompt_writer
+from tests.drafter_svc.device.test_overlapped_draft import KINDS, make, on
 from tests.support.overlap_play import Play, Text, Tree, assert_same
 
 # The tree of an empty batch row.
@@ -106,8 +106,8 @@ def test_prompts_without_a_step(play: Play, monkeypatch: pytest.MonkeyPatch) -> 
     overlapped = play.overlapped
     first, second = Text(13, (1, 3), 31), Text(9, (1, 2), 32)
     of_first, of_second = start(play, [first, second])
-    monkeypatch.setattr(overlapped._prompt_rows, "_pass_rows", 3)
-    monkeypatch.setattr(resident_draft, "_QUEUED_PASSES", 1)
+    monkeypatch.setattr(overlapped._prompts._prompt_rows, "_pass_rows", 3)
+    monkeypatch.setattr(prompt_writer, "_QUEUED_PASSES", 1)
     play.order.calls.clear()
     assert play.loop([], prompts=[(0, 0, 6)]) == []
     assert play.loop([], begins=False) == []
