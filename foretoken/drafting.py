@@ -125,8 +125,8 @@ def _offsets(index: int) -> Any:
 
 
 class DeviceStep(NamedTuple):
-    """The step whose tokens and hidden states are in device memory (foretoken.overlap_memory),
-    where the trees go, too.
+    """The step whose tokens and hidden states are in device memory
+    (foretoken.overlap_memory), where the trees go, too.
 
     The first ``num_batch_rows`` rows of a request are the batch rows of the device memory, in
     order. An empty one has slot -1, generation 0 and length 0. None of them has new tokens.

@@ -246,7 +246,10 @@ class _ClientRun:
     """One client's share of a load."""
 
     def __init__(self, work: _Work, on_progress: OnProgress, pipe: Connection | None = None) -> None:
-        """``on_progress`` gets the number of ended requests now and then. ``pipe``: as for Supply."""
+        """``on_progress`` gets the number of ended requests now and then.
+
+        ``pipe``: as for Supply.
+        """
         self._work, self._on_progress = work, on_progress
         self._ends_at = math.inf
         # Encoding takes time: what does not depend on answers is ready before it is needed.

@@ -18,8 +18,8 @@ buffer that the other reads; the rings' system calls order the memory. The verif
 what a drafter writes: it copies, then checks.
 
 Hidden states for draft heads are sent in the request buffers. A drafter on the verifier's own GPU
-also gets device memory (shared_overlap_memory.py), where steps leave tokens and hidden states. That
-memory lives on after ``close`` on either side until its last user has released it.
+also gets device memory (shared_overlap_memory.py), where steps leave tokens and hidden
+states. That memory lives on after ``close`` on either side until its last user has released it.
 """
 
 from __future__ import annotations

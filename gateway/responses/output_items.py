@@ -1,4 +1,4 @@
-"""Build the output items of a response from a reply's pieces, with the events that announce them."""
+"""Build the output items of a response from a reply's pieces, with their events."""
 
 from __future__ import annotations
 

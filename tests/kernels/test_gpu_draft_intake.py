@@ -18,7 +18,9 @@ NUMBER = 7
 
 
 class Intake:
-    """A step's and a drafter's tensors: batch row i has 4 + i tokens, and one block more than needed."""
+    """A step's and a drafter's tensors: batch row i has
+    4 + i tokens, and one block more than needed.
+    """
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)

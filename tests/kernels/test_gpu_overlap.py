@@ -47,7 +47,9 @@ def clone(value: NamedTuple) -> NamedTuple:  # type: ignore[valid-type]
 def state_of(
     random: np.random.Generator, widths: list[int], nodes: int, words: int, device: str, *, with_found: bool = False
 ) -> State:
-    """Return a batch whose drafted trees have up to ``nodes`` nodes, and found ones one node more."""
+    """Return a batch whose drafted trees have up to ``nodes``
+    nodes, and found ones one node more.
+    """
 
     def ints(*shape: int, low: int = 0, high: int = 5) -> torch.Tensor:
         return torch.from_numpy(random.integers(low, high, shape, np.int32)).to(device)

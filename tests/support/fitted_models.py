@@ -72,7 +72,10 @@ def perturb(folder: Path, share: float) -> None:
 
 
 def hidden_states_of(model: PreTrainedModel, ids: list[int], layers: Iterable[int]) -> torch.Tensor:
-    """Return float64 [tokens, hidden_states]: the named layers' inputs; -1 is the last norm's output."""
+    """Return float64 [tokens, hidden_states]: the named layers' inputs.
+
+    -1 is the last norm's output.
+    """
     with torch.no_grad():
         states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
     return torch.cat([states[layer][0] for layer in layers], 1).double()

@@ -40,7 +40,10 @@ def cpu_has(feature: str) -> bool:
 
 
 def cache_folder() -> Path | None:
-    """Return the folder where numba keeps compiled functions; None if none was set."""
+    """Return the folder where numba keeps compiled functions.
+
+    It is None if none was set.
+    """
     found = _numba.config.CACHE_DIR
     return Path(found) if found else None
 

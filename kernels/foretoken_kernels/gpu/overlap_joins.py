@@ -25,6 +25,9 @@ def _join_batch(batch, joining, num_batch_rows, BLOCK: tl.constexpr):
 
 
 def join_batch(batch: BatchState, joining: Joining) -> None:
-    """Fill the batch rows of sequences that join; reference_overlap.join_batch_reference defines it."""
+    """Fill the batch rows of sequences that join.
+
+    reference_overlap.join_batch_reference defines it.
+    """
     num_batch_rows = len(joining.joins)
     _join_batch[(triton.cdiv(num_batch_rows, _BLOCK),)](batch, joining, num_batch_rows, BLOCK=_BLOCK, num_warps=4)

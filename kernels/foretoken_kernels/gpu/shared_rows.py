@@ -112,8 +112,8 @@ def share_rows(
     """Write ``row_starts`` and its copy; reference_overlap.share_rows_reference defines it.
 
     Each batch row with a width gets a row for its root. The other rows go to the nodes with the
-    best scores of the whole batch; a sequence that was slower than the others so far counts
-    more. The nodes of a tree get their rows in order, so trees must be chains whose scores fall.
+    best scores of the whole batch; a sequence that was slower than the others so far counts more.
+    The nodes of a tree get their rows in order, so trees must be chains whose scores fall.
 
     Args:
         drafted: the trees of the drafter on this device.

@@ -23,7 +23,9 @@ TEXTS.append([*TEXTS[0][:10], *TEXTS[1][:30]])
 
 @dataclass
 class Running:
-    """A sequence of the verifier: tokens sent so far, with hidden states from ``first_hidden`` on."""
+    """A sequence of the verifier: tokens sent so far, with
+    hidden states from ``first_hidden`` on.
+    """
 
     tokens: list[int]
     blocks: list[int]

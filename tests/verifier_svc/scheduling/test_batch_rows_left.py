@@ -107,7 +107,9 @@ def test_a_run_goes_on_with_fewer_rows_as_sequences_end() -> None:
 
 
 def test_one_that_waits_takes_the_place_of_one_that_ends() -> None:
-    """The run goes on; the third one runs beside the second, in the first one's batch row and slot."""
+    """The run goes on; the third one runs beside the
+    second, in the first one's batch row and slot.
+    """
     requests = [greedy(1, 6, 10), greedy(2, 6, 60), greedy(3, 6, 40)]
     expected = plain(requests)
     runs = Runs(max_running=2)
