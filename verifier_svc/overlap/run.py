@@ -50,6 +50,7 @@ from verifier_svc.overlap.wait import POLL_S, OverlapWait
 from verifier_svc.sampling.allowed_tokens import ENDED
 from verifier_svc.scheduling.batch import Scheduled, build_batch
 from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT, BatchRow
+from verifier_svc.scheduling.draft import DrafterShare
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
@@ -367,13 +368,13 @@ class OverlappedRun:
             if num_nodes == 0 or batch_row.is_left:
                 continue
             sequence = batch_row.sequence
-            self._requests.count_tokens(sequence, len(walk.tokens))
-            shares = self._walks.observe(
-                sequence,
-                num_nodes if found is None else 1,
-                len(walk.matched_nodes),
-                got_no_row=bool(facts.shape.budget) and found is None and batch_row.has_stepped,
-            )
+            shares: tuple[DrafterShare, ...] = ()
+            if self._requests.count_tokens(sequence, len(walk.tokens)):
+                shares = self._walks.observe(
+                    num_nodes if found is None else 1,
+                    len(walk.matched_nodes),
+                    got_no_row=bool(facts.shape.budget) and found is None and batch_row.has_stepped,
+                )
             compared = facts.compared.get(sequence)
             if compared is not None:
                 self._speculator.outcomes.observe_passed_over(sequence, compared.passed_over, walk.tokens)

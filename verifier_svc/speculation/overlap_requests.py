@@ -248,13 +248,16 @@ class OverlapRequests:
             self._attachment.sent.mark(row.slot, row.generation, row.length - len(row.new_tokens))
         self._attachment.device_step_number = number
 
-    def count_tokens(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count a step's tokens as sent before they are appended, because the next request includes them."""
-        attachment = self._attachment_for(sequence)
-        if attachment is None:
-            return
+    def count_tokens(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Count a step's tokens as sent before they are appended: the next request includes them.
+
+        Returns whether the sequence is drafted for; others are not counted.
+        """
+        if self._attachment is None or not self._drafting.is_for(sequence):
+            return False
         self._lengths[sequence] = length = len(sequence.tokens)
-        attachment.sent.mark(sequence.slot, sequence.generation, length + num_tokens)
+        self._attachment.sent.mark(sequence.slot, sequence.generation, length + num_tokens)
+        return True
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended. The drafter has learnt all of it in the run."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from verifier_svc.drafters.request import Shape
 from verifier_svc.scheduling.draft import DrafterShare
-from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 
 
@@ -26,19 +25,16 @@ class StepWalks:
         # By nodes of the tree and matched ones.
         self._walks: dict[tuple[int, int], _EqualWalks] = {}
 
-    def observe(
-        self, sequence: Sequence, num_nodes: int, num_matched: int, *, got_no_row: bool
-    ) -> tuple[DrafterShare, ...]:
-        """Count one walk and return the drafter's share.
+    def observe(self, num_nodes: int, num_matched: int, *, got_no_row: bool) -> tuple[DrafterShare, ...]:
+        """Count one walk of a sequence that is drafted for; return the drafter's share.
 
         ``got_no_row``: whether the sequence's draft was there, but the batch's rows went to others.
         """
-        drafting = self._drafting
-        if drafting.attachment is None or not drafting.is_for(sequence) or (num_nodes <= 1 and not got_no_row):
+        if num_nodes <= 1 and not got_no_row:
             return ()
         walks = self._walks.get((num_nodes, num_matched))
         if walks is None:
-            share = DrafterShare(drafting.drafter_number, num_nodes - 1, tuple(range(1, num_matched + 1)))
+            share = DrafterShare(self._drafting.drafter_number, num_nodes - 1, tuple(range(1, num_matched + 1)))
             walks = self._walks[num_nodes, num_matched] = _EqualWalks((share,))
         walks.num_rows += 1
         return walks.shares if num_nodes > 1 else ()
