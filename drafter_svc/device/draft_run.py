@@ -1,4 +1,4 @@
-"""A run of overlapped drafts: from a request that names the batch rows to the next one that does."""
+"""A run of overlapped drafts: from one request that names the batch rows to the next."""
 
 from __future__ import annotations
 

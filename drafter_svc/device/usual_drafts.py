@@ -1,4 +1,4 @@
-"""The drafts and prompts from device memory that a drafter prepares for before requests ask for them."""
+"""The drafts and prompts from device memory that a drafter prepares for in advance."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from foretoken.drafting import TargetInfo
 from foretoken.models.device_batch import NARROW_BLOCKS, WIDE_BLOCKS, seq_bucket
 from foretoken.overlap_memory import OverlapLayout
 
-# Blocks of a sequence: its table has the least width, and the next. Attention has the same kernels for
-# all wider tables, so these compile what there is to compile.
+# Blocks of a sequence: its table has the least width, and the next. Attention has the same kernels
+# for all wider tables, so these compile what there is to compile.
 _USUAL_BLOCKS = (1, NARROW_BLOCKS)
 # Blocks of a prompt's table, for the same reason. The widest table may be of any width.
 PROMPT_WIDTHS = (NARROW_BLOCKS, WIDE_BLOCKS)
@@ -38,7 +38,7 @@ class UsualDraft(NamedTuple):
 
 
 def usual_drafts(target: TargetInfo, layout: OverlapLayout) -> Iterator[UsualDraft]:
-    """Yield the drafts that the target's verifier asks for most often, and those first that come first.
+    """Yield the drafts that the target's verifier asks for most often, the earliest first.
 
     A run begins with few short sequences.
     """
@@ -59,8 +59,9 @@ def usual_drafts(target: TargetInfo, layout: OverlapLayout) -> Iterator[UsualDra
 
 
 def prompt_sizes(most_rows: int, most_seqs: int) -> Iterator[tuple[int, int]]:
-    """Yield the sizes of passes over prompts that together need all kernels: sequences, and rows of
-    the first one; the others have one row each.
+    """Yield the sizes of prompt passes that together need all kernels.
+
+    A size is a number of sequences, and the rows of the first one; the others have one row each.
 
     Matmuls have kernels for numbers of rows. Attention chooses its tiles by the rows of the longest
     sequence, and smaller ones where few sequences would leave a GPU idle.

@@ -35,7 +35,7 @@ class ModelDrafter:
 
     @property
     def is_prepared(self) -> bool:
-        """Prepare as DraftsOverlapped says."""
+        """Return whether ``prepare`` has nothing left to do."""
         return self._passes is None or self._passes.is_prepared
 
     def prepare(self) -> bool:

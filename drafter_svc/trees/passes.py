@@ -167,7 +167,7 @@ class DraftPasses:
 
     @property
     def is_prepared(self) -> bool:
-        """Prepare as DraftsOverlapped says."""
+        """Return whether ``prepare`` has nothing left to do."""
         return self._overlapped is None or self._overlapped.is_prepared
 
     def prepare(self) -> bool:

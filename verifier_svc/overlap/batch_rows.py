@@ -39,7 +39,9 @@ class BatchRowNeeds(NamedTuple):
 
 
 class OverlapBatchRows:
-    """The batch rows of the next step. A change takes effect on the device when the next step is launched.
+    """The batch rows of the next step.
+
+    A change takes effect on the device when the next step is launched.
 
     Attributes:
         state: what the kernels keep of each batch row, in device memory.
@@ -53,10 +55,10 @@ class OverlapBatchRows:
         self._rows: list[BatchRow | None] = [None] * max_batch_rows
         self._tables = np.zeros((max_batch_rows, 0), np.int32)
         self._num_blocks = [0] * max_batch_rows
-        # Rows of a batch row, on average, where the best nodes of all get them; 0: each node has a row.
+        # Rows of a batch row, on average, where the best nodes of all get them; 0: one a node.
         self._budget = 0
-        # What has changed since the last launch: batch rows that were taken, and whether the rows must
-        # be divided anew.
+        # What has changed since the last launch: batch rows that were taken, and whether the rows
+        # must be divided anew.
         self._joined: list[int] = []
         self._is_laid_out = False
         self.divided = BatchRowNeeds([], 0, 0, False)
@@ -116,7 +118,10 @@ class OverlapBatchRows:
             self._is_laid_out = False
 
     def share_rows(self, budget: int) -> None:
-        """Give batch rows this many rows on average; the best nodes of all get them. 0: every node."""
+        """Give batch rows this many rows on average; the best nodes of all get them.
+
+        0: every node gets a row.
+        """
         if budget != self._budget:
             self._budget = budget
             self._is_laid_out = False
@@ -126,7 +131,10 @@ class OverlapBatchRows:
         return min(batch_row.width, self._budget) if self._budget else batch_row.width
 
     def needs(self, found: Mapping[int, Draft]) -> BatchRowNeeds:
-        """Return what the batch rows need in the next step; ``found``: trees from the host, by batch row."""
+        """Return what the batch rows need in the next step.
+
+        ``found``: trees from the host, by batch row.
+        """
         longest = num_rows = 0
         grown = False
         widths = [0] * len(self._rows)

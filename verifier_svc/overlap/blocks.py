@@ -43,7 +43,7 @@ class OverlapBlocks:
 
     def reserve_for(self, sequence: Sequence) -> bool:
         """Reserve blocks for one more step of a sequence. Return False if there are too few."""
-        # One KV slot more, because a drafter stores the next root's KV entry before the target does.
+        # One KV slot more: a drafter stores the next root's KV entry before the target does.
         width = self._most_nodes(sequence)
         most = sequence.max_len + width + 1
         in_flight = len(self._step.in_flight) * self._most_tokens(sequence)

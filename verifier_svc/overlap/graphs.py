@@ -1,8 +1,11 @@
-"""Which of the captured graphs runs an overlapped step: its own, or a larger one whose spare rows stay empty.
+"""Choose the captured graph that runs an overlapped step.
 
-A step without a graph keeps the GPU waiting: the host needs 20 to 30 ms to launch its kernels one by one, where a
-graph of a few hundred rows runs for less than 10. Not all sizes are captured. When most batch rows of a full batch have
-emptied, the step has few rows among many batch rows, and what was captured for so many batch rows has more rows.
+It is the step's own, or a larger one whose spare rows stay empty.
+
+A step without a graph keeps the GPU waiting: the host needs 20 to 30 ms to launch its kernels one
+by one, where a graph of a few hundred rows runs for less than 10. Not all sizes are captured. When
+most batch rows of a full batch have emptied, the step has few rows among many batch rows, and what
+was captured for so many batch rows has more rows.
 """
 
 from __future__ import annotations
@@ -12,10 +15,10 @@ from collections import defaultdict
 from foretoken.models.device_batch import NARROW_BLOCKS, captured_sizes
 from verifier_svc.overlap.stage import StepShape
 
-# Spare rows after which a size gets a graph of its own. A capture takes some 100 ms, a row up to 20 us.
+# Spare rows after which a size gets its own graph. A capture takes some 100 ms, a row up to 20 us.
 _MOST_SPARE_ROWS = 5000
-# Where there are fewer for each row of a step, they slow it down by less than anyone sees, but everyone sees a capture:
-# so many of them count as one.
+# Where there are fewer for each row of a step, they slow it down by less than anyone sees, but
+# everyone sees a capture: so many of them count as one.
 _FEW_SPARE_ROWS, _FEW_COUNT = 1 / 8, 10
 # Rows that take as long as attention loses with a wide block table where a narrow one would do.
 _WIDE_TABLE_ROWS = 3
@@ -26,8 +29,8 @@ class OverlapGraphs:
 
     def __init__(self) -> None:
         self._captured: set[StepShape] = set()
-        # By the sizes that a graph of their own would have: the smallest captured one that holds them, None if none
-        # does, and the spare rows of all their steps.
+        # By the sizes that a graph of their own would have: the smallest captured one that holds
+        # them, None if none does, and the spare rows of all their steps.
         self._chosen: dict[StepShape, StepShape | None] = {}
         self._spare_rows: dict[StepShape, float] = defaultdict(float)
         # The size of the next steps, and the spare rows of each, as they count.
@@ -76,7 +79,7 @@ class OverlapGraphs:
 
     @property
     def is_wasteful(self) -> bool:
-        """Return whether the next steps are to run in a larger size although their own should get a graph."""
+        """Return whether the next steps run in a larger size although theirs should get a graph."""
         return self._num_spare > 0 and self.is_due
 
     @property

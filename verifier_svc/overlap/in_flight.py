@@ -40,7 +40,10 @@ class StepInFlight:
 
 
 class StepsInFlight:
-    """Read steps in their order. ``is_simulated``: walks need not match grammars, for benchmarks only."""
+    """Read steps in their order.
+
+    ``is_simulated``: walks need not match grammars, for benchmarks only.
+    """
 
     def __init__(self, *, is_simulated: bool) -> None:
         self._is_simulated = is_simulated
@@ -70,7 +73,10 @@ class StepsInFlight:
         return stage.parents.is_ready()
 
     def trees(self) -> dict[int, BatchRowTree]:
-        """Return the trees of the last step's batch rows with masks, without those that have ended."""
+        """Return the trees of the last step's batch rows with masks.
+
+        Sequences that have ended are left out.
+        """
         step = self.last
         stage = step.stage
         assert stage is not None

@@ -1,4 +1,4 @@
-"""Prompts that are computed in the same pass as the rows of an overlapped step: which passes have room for them."""
+"""Choose the passes that compute prompts together with the rows of an overlapped step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from foretoken.models.device_sizes import PassSizes
 
 # Larger passes are bound by arithmetic: two of them take hardly longer than one.
 _MOST_ROWS = 2048
-# Up to so many rows, the numbers of rows that have a pass: a row costs as much as another, whether it is one of a
-# prompt or none.
+# Up to so many rows, the numbers of rows that have a pass: a row costs as much as another, whether
+# it is one of a prompt or none.
 _ROW_STEPS = ((512, 32), (1024, 64), (_MOST_ROWS, 128))
 # Most prompts.
 _MOST_PROMPTS = 8
@@ -21,8 +21,9 @@ _MOST_PROMPTS = 8
 # batch rows has tiles for many trees here, which would keep a few long sequences waiting for longer
 # than the prompts' own pass takes.
 _LEAST_LONG_ROWS = 8
-# By the most blocks of a sequence: rows with logits. A pass computes logits for that many rows, also where the step has
-# fewer. Among long sequences there are fewer sizes, because there are rarely many of them.
+# By the most blocks of a sequence: rows with logits. A pass computes logits for that many rows,
+# also where the step has fewer. Among long sequences there are fewer sizes, because there are
+# rarely many of them.
 _ROW_COUNTS = {NARROW_BLOCKS: (128, 256, 512, 768, 1024), WIDE_BLOCKS: (128, 512)}
 
 
@@ -55,7 +56,9 @@ class JoinedSizes:
     max_width: int
 
     def of(self, num_rows: int, num_batch_rows: int, num_blocks: int, prompts: ForwardBatch) -> BatchShape | None:
-        """Return the smallest size that holds a step and these prompts; None: they need a pass of their own.
+        """Return the smallest size that holds a step and these prompts.
+
+        None: the prompts need a pass of their own.
 
         Args:
             num_rows, num_batch_rows, num_blocks: of the step.
@@ -71,7 +74,10 @@ class JoinedSizes:
         return next((size for size in sizes if size.wanted >= num_rows and size.seqs >= num_batch_rows), None)
 
     def all(self, *, is_long: bool) -> Iterator[BatchShape]:
-        """Yield every size that ``of`` may return; ``is_long``: those with block tables wider than the narrowest."""
+        """Yield every size that ``of`` may return.
+
+        ``is_long``: those with block tables wider than the narrowest.
+        """
         width = WIDE_BLOCKS if is_long else NARROW_BLOCKS
         seen = set()
         for count in _ROW_COUNTS[width]:

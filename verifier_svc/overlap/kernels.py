@@ -1,4 +1,7 @@
-"""The kernels of an overlapped step before the target's pass, which lay out its rows, and after it."""
+"""The kernels of an overlapped step before and after the target's pass.
+
+The kernels before the pass lay out its rows.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ class OverlapKernels:
         self._found.send()
 
     def share_out(self, stage: Stage, num_rows: int) -> None:
-        """Divide ``num_rows`` rows among the batch rows by the scores of their trees, and lay them out."""
+        """Divide ``num_rows`` rows among the batch rows by their trees' scores; lay them out."""
         share_rows(
             self._state,
             self._drafted,
@@ -123,7 +126,7 @@ class OverlapKernels:
         finish_step(self._state, self._outcome)
 
     def logprobs(self, stage: Stage, batch_rows: Items[int], depth: int, most: int) -> LogprobNumbers:
-        """Launch the logprobs of the tokens that these batch rows got, ``depth`` of each, real or not.
+        """Launch the logprobs of ``depth`` tokens of each of these batch rows, real or not.
 
         The next pass overwrites the logits. Which tokens are real is known with the results.
 

@@ -13,8 +13,8 @@ from verifier_svc.overlap.sizes import MAX_USUAL_ROWS
 from verifier_svc.overlap.stage import Stage, StepShape
 from verifier_svc.speculation.candidate_shapes import SHARED_FROM
 
-# Steps of other sizes before their graph is captured while requests wait. Where a batch shrinks or grows, most sizes
-# pass sooner.
+# Steps of other sizes before their graph is captured while requests wait. Where a batch shrinks or
+# grows, most sizes pass sooner.
 _EAGER_STEPS = 8
 
 

@@ -6,7 +6,8 @@ Sequences join and end while steps are in flight. Each turn of the loop
 1. handles messages, starts waiting sequences, and chooses the shape of the trees;
 2. requests the trees that follow the step in flight;
 3. launches the next step, for whose trees the GPU waits. Prompts are part of the target's pass if
-   there is a graph with room for them (verifier_svc/overlap/joined_prompts.py), else of a pass before it;
+   there is a graph with room for them (verifier_svc/overlap/joined_prompts.py), else of a pass
+   before it;
 4. waits for the step in flight, reads it, commits its tokens and publishes them;
 5. binds late what the next step needs of these tokens: masks of grammars and of token lists, and
    look-ups.
@@ -23,8 +24,9 @@ because those steps do not write to them:
 
 - Step n, which ends a sequence, sets num_left = 0 (advance_batch) after the target's pass and
   before kv_commit. The host reads step n, and so frees the blocks, after all of that.
-- Step n + 1 may be launched by then. Its lay_out_rows finds num_left = 0 and gives the batch row no rows,
-  so it writes and reads no KV entry, has no accepted nodes to move, and no tokens for a drafter.
+- Step n + 1 may be launched by then. Its lay_out_rows finds num_left = 0 and gives the batch row no
+  rows, so it writes and reads no KV entry, has no accepted nodes to move, and no tokens for a
+  drafter.
 - If the host ends a sequence (an abort, a deadline), steps in flight may still write to its blocks.
   A new owner's passes are launched later, so they write after that, and nobody reads between.
 - The same holds for the drafter's cache, which uses the same block ids: its passes for a new owner
@@ -104,7 +106,7 @@ class OverlappedRun:
         self._joining: list[Sequence] = list(scheduler.running)
         # The trees' shape in which steps are launched.
         self._launched_shape = drafting.shape
-        # The batch rows of the last launched step, and where the hidden states of its prompts begin.
+        # The batch rows of the last launched step, and where its prompts' hidden states begin.
         self._launched: tuple[BatchRow | None, ...] | None = None
         self._prompt_start = 0
         # Of the steps in flight.
@@ -150,7 +152,10 @@ class OverlappedRun:
     # 0. Let requests come.
 
     def _let_requests_come(self) -> None:
-        """Wait while a step runs that takes long enough; who comes after the next launch waits for one step more."""
+        """Wait while a step runs that takes long enough.
+
+        A request that comes after the next launch waits for one step more.
+        """
         step = self._step
         if len(step.in_flight) == 1 and step.in_flight.is_bound and not self._lookups.are_due:
             num_batch_rows = sum(batch_row is not None for batch_row in step.batch_rows.rows)
@@ -204,7 +209,10 @@ class OverlappedRun:
     # 3. Launch.
 
     def _prefill(self) -> int:
-        """Prepare a pass over the next prompt tokens, all but each prompt's last. Return its rows."""
+        """Prepare a pass over the next prompt tokens, all but each prompt's last.
+
+        Return its number of rows.
+        """
         with self._lifecycle.counters.phase("prefill"):
             return self._prepare_prompts()
 
@@ -215,7 +223,10 @@ class OverlappedRun:
             self._lookups.prepare(seated, self._joining, has_prompts=num_prompt_rows > 0)
 
     def _read_for_lookups(self) -> bool:
-        """Read the step in flight if look-ups wait for it. Return False if it had to go on without its trees."""
+        """Read the step in flight if look-ups wait for it.
+
+        Return False if it had to go on without its trees.
+        """
         if not self._lookups.are_due or not self._step.in_flight:
             return True
         is_sound = self._read()
@@ -223,7 +234,10 @@ class OverlappedRun:
         return is_sound
 
     def _launch(self, asked: _Asked, num_prompt_rows: int) -> bool:
-        """Give out batch rows, look up, and launch the next step. Return False if there is nothing to do."""
+        """Give out batch rows, look up, and launch the next step.
+
+        Return False if there is nothing to do.
+        """
         step, drafting, phase = self._step, self._drafting, self._lifecycle.counters.phase
         self._join()
         if drafting.shape != self._launched_shape:
@@ -305,7 +319,7 @@ class OverlappedRun:
         return batch.forward.num_rows
 
     def _join(self) -> None:
-        """Give a batch row to the sequences of which all but the last token is computed, and all is sent."""
+        """Give a batch row to each sequence whose tokens are sent and, but the last, computed."""
         waiting: list[Sequence] = []
         for sequence in self._joining:
             is_ready = sequence.num_uncomputed == 1 and self._requests.has_sent(sequence)
@@ -342,7 +356,10 @@ class OverlappedRun:
     # 5. Wait and read.
 
     def _read(self) -> bool:
-        """Wait for the oldest step, and commit its tokens. Return False if it had to go on without its trees."""
+        """Wait for the oldest step, and commit its tokens.
+
+        Return False if it had to go on without its trees.
+        """
         phase = self._lifecycle.counters.phase
         with phase("wait"):
             if self._drafting.drafter is None and self._lookups.are_due:
@@ -386,7 +403,8 @@ class OverlappedRun:
                 lifecycle.append(sequence, 1, walk)
             else:
                 lifecycle.commit_decode(sequence, walk, shares, why_none if batch_row.has_stepped else why_first)
-            # A root alone is a missing tree, unless batch rows share rows. A text that ends tells too little.
+            # A root alone is a missing tree, unless batch rows share rows. A text that ends tells
+            # too little.
             if compared is not None and (num_nodes > 1 or facts.shape.budget) and not batch_row.is_left:
                 self._lookups.observe_model(len(walk.tokens), compared)
             batch_row.has_stepped = True

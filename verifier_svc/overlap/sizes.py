@@ -17,7 +17,8 @@ _SEAT_COUNTS = (*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 
 MAX_USUAL_ROWS = 1024
 # Rows of a few large trees among many batch rows.
 _EMPTIED_ROWS = (MOST_LARGE_TREE_ROWS // 4, MOST_LARGE_TREE_ROWS // 2, MOST_LARGE_TREE_ROWS)
-# Rows of steps with long sequences. There are fewer sizes: spare rows matter less where contexts take most of the time.
+# Rows of steps with long sequences. There are fewer sizes: spare rows matter less where contexts
+# take most of the time.
 _LONG_ROWS = (*range(1, 5), 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, MAX_USUAL_ROWS)
 
 
@@ -44,7 +45,10 @@ class ShapeRows(NamedTuple):
 
 
 def rows_of_shapes(shapes: Items[Shape]) -> list[ShapeRows]:
-    """Return the rows of all shapes among which the controller chooses; of a single one, for any batch."""
+    """Return the rows of all shapes among which the controller chooses.
+
+    With a single shape, return its rows for any batch.
+    """
     has_choice = len(shapes) > 1
     return sorted({ShapeRows(shape.rows, shape.nodes, has_choice and is_large_tree(shape)) for shape in shapes})
 
@@ -64,7 +68,7 @@ def usual_sizes(
             limit = MOST_LARGE_TREE_ROWS if is_for_few else MAX_USUAL_ROWS
             if mean < most and count < SHARED_FROM:
                 continue
-            # The largest size has as many rows as a graph may have, and holds some counts below its own.
+            # The largest size has as many rows as a graph may, and holds some counts below its own.
             if before < max_batch_rows and (before + 1) * mean <= limit:
                 seqs = min(count, max_batch_rows)
                 yield UsualSize(min(seqs * mean, limit), seqs, most)
@@ -77,11 +81,12 @@ def usual_sizes(
 def long_sizes(
     max_batch_rows: int, most_nodes: int, shapes: Items[ShapeRows], *, has_found: bool
 ) -> Iterator[UsualSize]:
-    """Yield the usual sizes of steps with sequences that need wider block tables than the narrowest.
+    """Yield the usual sizes of steps whose sequences need more than the narrowest block tables.
 
     Args: as for ``usual_sizes``.
     """
-    # Attention's tiles are for the widest tree of a step, so small trees and large ones have sizes of their own.
+    # Attention's tiles are for the widest tree of a step, so small trees and large ones have sizes
+    # of their own.
     few = [shape for shape in shapes if shape.is_for_few]
     kinds = [(MOST_LARGE_TREE_ROWS, few), (MAX_USUAL_ROWS, [shape for shape in shapes if not shape.is_for_few])]
     if has_found:
@@ -104,7 +109,7 @@ def prompt_passes(max_rows: int, max_batch_rows: int, *, is_long: bool) -> Itera
 
     Args:
         max_rows: prompt tokens of a step, and rows of the largest such pass that has a graph.
-        is_long: whether a prompt is long. A few of them usually fill a chunk, or join the pass of a step.
+        is_long: whether a prompt is long. A few usually fill a chunk, or join a step's pass.
     """
     for count in PROMPT_SEQS:
         rows = max_rows - 1 if is_long and count < PROMPT_SEQS[-1] else 0
@@ -114,7 +119,10 @@ def prompt_passes(max_rows: int, max_batch_rows: int, *, is_long: bool) -> Itera
 
 
 def _sizes_with_found(max_batch_rows: int, most_nodes: int) -> Iterator[UsualSize]:
-    """Yield sizes for steps with trees from the host, which may be of any size and belong to any sequences."""
+    """Yield sizes for steps with trees from the host.
+
+    The trees may be of any size and belong to any sequences.
+    """
     count = 1
     while count <= seq_bucket(max_batch_rows):
         seqs = min(count, max_batch_rows)
@@ -126,7 +134,10 @@ def _sizes_with_found(max_batch_rows: int, most_nodes: int) -> Iterator[UsualSiz
 
 
 def _emptied_sizes(max_batch_rows: int, shapes: Items[ShapeRows]) -> Iterator[UsualSize]:
-    """Yield sizes for batches that have emptied: the few sequences left draft in large trees, among many batch rows."""
+    """Yield sizes for batches that have emptied.
+
+    The few sequences left draft in large trees, among many batch rows.
+    """
     most = max((shape.most for shape in shapes if shape.is_for_few), default=0)
     if not most:
         return

@@ -1,4 +1,4 @@
-"""The stages of overlapped steps, one for each size, over the present buffers of the target's pass."""
+"""The stages of overlapped steps, one for each size, over the target pass's present buffers."""
 
 from __future__ import annotations
 

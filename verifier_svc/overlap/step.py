@@ -2,12 +2,12 @@
 
 A sequence joins with its whole prompt but the last token computed, takes a *batch row*, and
 keeps it to its end. Lengths, last tokens, remaining tokens, trees and results live in device
-memory. A step is three graphs, and the GPU never waits for the host. A sequence that has ended takes
-no part in later steps. Prompts are computed in a step's pass (verifier_svc/overlap/joined_prompts.py); then
-its rows are laid out without a graph.
+memory. A step is three graphs, and the GPU never waits for the host. A sequence that has ended
+takes no part in later steps. Prompts are computed in a step's pass
+(verifier_svc/overlap/joined_prompts.py); then its rows are laid out without a graph.
 
-A step in which a batch row has token masks is launched in two halves: ``launch`` lays out rows and runs
-the target's pass, ``bind`` sends the masks and launches sampling and what follows.
+A step in which a batch row has token masks is launched in two halves: ``launch`` lays out rows and
+runs the target's pass, ``bind`` sends the masks and launches sampling and what follows.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ class OverlappedStep:
 
     @property
     def has_long_sequences(self) -> bool:
-        """Return whether a sequence may need wider block tables than the narrowest, apart from its tree's blocks."""
+        """Return whether a sequence may need wider block tables than the narrowest.
+
+        The blocks of its tree do not count.
+        """
         runner = self._runner
         room = (runner.sizes.blocks - 1) * runner.block_size - self.memory.layout.nodes
         return room > NARROW_BLOCKS * runner.block_size
@@ -173,7 +176,9 @@ class OverlappedStep:
         stage.fill_walk(row_starts, self.batch_rows.slots(stage.shape.seqs))
 
     def prefill(self, batch: ForwardBatch, parts: Items[tuple[int, int]]) -> int:
-        """Let the next step's pass compute prompt tokens, without logits, or one before it if that has no room.
+        """Let the next step's pass compute prompt tokens, without logits.
+
+        If that pass has no room, a pass before it computes them.
 
         Hidden states are copied for the drafter, one part after the other.
         Returns the row of ``memory.prompt_hidden`` where the first one is, after the next step.
@@ -207,13 +212,13 @@ class OverlappedStep:
     def launch(self, *, is_drafted: bool, found: Mapping[int, Draft]) -> bool:
         """Launch the next step. Without batch rows it is empty: it only gets its number.
 
-        If a batch row has masks, only the first half is launched, and the caller has to ``bind`` it.
+        If a batch row has masks, only the first half is launched. The caller has to ``bind`` it.
         Returns whether prompts that have waited are in its pass.
 
         Args:
             is_drafted: wait on the GPU for the trees that follow the last step; they may still be
                 missing.
-            found: trees of batch rows, in place of the drafter's. All tokens before them have been read.
+            found: trees of batch rows, in place of the drafter's. All tokens before them are read.
         """
         assert len(self.in_flight) < MAX_IN_FLIGHT and self.in_flight.is_bound
         stage = self._prepare(found)
@@ -292,7 +297,7 @@ class OverlappedStep:
         self._order.release_draft(self.number)
 
     def _prepare(self, found: Mapping[int, Draft]) -> Stage | None:
-        """Bring the device up to date with batch rows and block tables; return the next step's stage."""
+        """Update the device's batch rows and block tables; return the next step's stage."""
         batch_rows, stage = self.batch_rows, self._stage
         needs = batch_rows.needs(found)
         if self._waiting is not None:
@@ -323,7 +328,9 @@ class OverlappedStep:
     def _lay_out_rows(
         self, needs: BatchRowNeeds, joined_size: BatchShape | None = None, prompts: ForwardBatch | None = None
     ) -> Stage:
-        """Divide the rows anew among the batch rows. Steps in flight keep their own stages' results.
+        """Divide the rows anew among the batch rows.
+
+        Steps in flight keep their own stages' results.
 
         Args:
             joined_size: of the pass if it computes prompts.
@@ -362,7 +369,10 @@ class OverlappedStep:
 
 
 def plain_memory(max_batch_rows: int, max_nodes: int, device: torch.device) -> OverlapMemory:
-    """Return the memory for steps without a drafter on the device. ``max_nodes``: of a tree from the host."""
+    """Return the memory for steps without a drafter on the device.
+
+    ``max_nodes``: of a tree from the host.
+    """
     layout = OverlapLayout(
         batch_rows=max_batch_rows, tokens=max_nodes, nodes=max_nodes, hidden_width=0, hidden_dtype=torch.float32
     )

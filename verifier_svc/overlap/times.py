@@ -44,7 +44,9 @@ class StepFacts(NamedTuple):
 
 
 class OverlapTimes:
-    """The times of one run's steps, in seconds of time.perf_counter(). Only the engine thread uses it.
+    """The times of one run's steps, in seconds of time.perf_counter().
+
+    Only the engine thread uses it.
 
     Attributes:
         num_launched: steps that were launched.
@@ -63,7 +65,7 @@ class OverlapTimes:
 
     @property
     def are_telling(self) -> bool:
-        """Return whether the time of the step that was launched last says something of later ones."""
+        """Return whether the last launched step's time says something of later ones."""
         return self.num_launched > _UNTIMED_STEPS
 
     def begin(self) -> None:
@@ -112,8 +114,8 @@ class OverlapTimes:
             self._prefill.observe(facts.num_prompt_rows, seconds, step_s, has_joined=facts.has_joined)
         if is_timed and drafting.controller is not None:
             controller = drafting.controller.controller
-            # What rows of look-ups take says nothing of the shape, nor does a launch that the GPU waited for: it had
-            # no work then, not even drafts.
+            # What rows of look-ups take says nothing of the shape, nor does a launch that the GPU
+            # waited for: it had no work then, not even drafts.
             base_rows = facts.num_rows - facts.num_found_rows
             late_s = max(facts.gap_s - controller.draft_s(facts.shape, facts.num_batch_rows), 0.0)
             extra_s = costs.plain_step_s(facts.num_rows) - costs.plain_step_s(base_rows) + late_s

@@ -1,8 +1,9 @@
 """Chooses the shape in which a whole batch drafts: nothing, a chain, or a tree.
 
-It compares predicted tokens a second (``shape_speeds``). The first steps draft, whatever the drafter is believed to be
-worth. Later another shape takes over if it is better by a margin. Now and then a few steps probe a shape that may have
-become better. A budget (``probe_budget``) keeps such probes rare.
+It compares predicted tokens a second (``shape_speeds``). The first steps draft, whatever the
+drafter is believed to be worth. Later another shape takes over if it is better by a margin. Now and
+then a few steps probe a shape that may have become better. A budget (``probe_budget``) keeps such
+probes rare.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from verifier_svc.speculation.controller_log import Record
 from verifier_svc.speculation.probe_budget import ProbeBudget, probe_steps
 from verifier_svc.speculation.shape_speeds import Forecast, ShapeSpeeds
 
-# Steps for which a choice holds, and the same at first: until there are some walks of the first shape.
+# Steps for which a choice holds, and the same at first, for some walks of the first shape.
 DECIDE_EVERY = 8
 FIRST_WALKS = 12
 # Rows from which a few steps of a short chain tell enough.
 MANY_ROWS = 16
 # A batch that has grown or shrunk by this factor is decided for at once.
 OTHER_BATCH = 1.25
-# Another shape must be better by this much. It must have been for so many steps since the last change, unless the
-# gain is large: a change costs about one step.
+# Another shape must be better by this much. It must have been for so many steps since the last
+# change, unless the gain is large: a change costs about one step.
 LEAST_GAIN = 1.03
-# Plain decode is what drafts must not fall behind: they replace it for more and give way to it for less.
+# Plain decode is what drafts must not fall behind: they replace it for more and yield to it for less.
 GAIN_OVER_PLAIN, GAIN_OF_PLAIN = 1.04, 1.01
 LARGE_GAIN = 1.10
 STAY = 24
@@ -58,9 +59,9 @@ class Controller:
     ) -> None:
         """
         Args:
-            verify_s: measured seconds of the target's pass by rows; infinite where it cannot run so many.
+            verify_s: measured seconds of the target's pass by rows; infinite where it cannot run them.
             limit_s: seconds that a step should take at most with its prompts.
-            log: is given all that the controller learns and decides, so that ``replay`` decides the same.
+            log: gets all that the controller learns and decides, for ``replay`` to decide the same.
         """
         self._log = log
         if log is not None:
@@ -81,7 +82,10 @@ class Controller:
         self._num_switches = self._num_probes = 0
 
     def choose(self, batch: int) -> Shape:
-        """Return the shape in which ``batch`` sequences draft in the next step. Called once a step."""
+        """Return the shape in which ``batch`` sequences draft in the next step.
+
+        Call this once a step.
+        """
         if batch < 1:
             return self._shape
         self._num_steps += 1
@@ -120,7 +124,10 @@ class Controller:
         return self._speeds.draft_s(shape, batch)
 
     def explain(self) -> Mapping[str, str | float]:
-        """Return the figures behind the present choice. Tokens a second are those of the whole batch."""
+        """Return the figures behind the present choice.
+
+        Tokens a second are those of the whole batch.
+        """
         batch, rates = self._forecast.batch, self._forecast.rates
         return {
             "shape": self._shape.name,
@@ -154,7 +161,7 @@ class Controller:
             self._consider_probe()
 
     def _begin(self) -> None:
-        """Draft a chain of middle depth or less: what the drafter is worth is found out by using it."""
+        """Draft a chain of middle depth or less, because only use shows a drafter's worth."""
         self._has_begun = True
         batch, speeds = self._forecast.batch, self._forecast.speeds
         paying = [shape for shape in self.shapes if is_chain(shape) and speeds[shape] > speeds[NO_DRAFT]]
@@ -198,7 +205,7 @@ class Controller:
         self.reason = reason or (Reason.DRAFTS_PAY if shape != NO_DRAFT else Reason.DRAFTS_DO_NOT_PAY)
 
     def _consider_probe(self) -> None:
-        """Begin a probe if a shape may be better than predicted, and the probes before have been paid for."""
+        """Begin a probe if a shape may beat its prediction and earlier probes are paid for."""
         forecast = self._forecast
         hopes = {shape: self._speeds.hope(shape, forecast) for shape in self.shapes if shape != forecast.standing}
         hopeful = [shape for shape, hope in hopes.items() if hope > forecast.speeds[forecast.standing]]
@@ -224,7 +231,8 @@ class Controller:
     def _chain_to_try(self, paying: Sequence[Shape]) -> Shape:
         """Return the one of these chains by which to find out whether the text suits the drafter.
 
-        A few rows need a long chain to tell much. Many tell enough by a short one, and a long one costs much.
+        A few rows need a long chain to tell much. Many tell enough by a short one, and a
+        long one costs much.
         """
         middle = (self.shapes[-1].depth + 1) // 2
         short = [shape for shape in paying if shape.depth <= middle]

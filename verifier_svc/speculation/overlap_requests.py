@@ -23,7 +23,10 @@ _EMPTY["slots"], _EMPTY["max_nodes"], _EMPTY["max_depths"], _EMPTY["max_branches
 
 
 class OverlapRequests:
-    """The requests of one run to its drafter; it makes none without one. Only the engine thread uses it."""
+    """The requests of one run to its drafter; without a drafter, there are none.
+
+    Only the engine thread uses it.
+    """
 
     def __init__(self, drafting: OverlapDrafting) -> None:
         self._drafting, self._attachment = drafting, drafting.attachment
@@ -151,7 +154,10 @@ class OverlapRequests:
         self._prompts, self._num_new = [], []
 
     def _begins(self, batch_rows: tuple[BatchRow | None, ...]) -> bool:
-        """Return whether the request must name all sequences anew: not only because some have ended."""
+        """Return whether the request must name all sequences anew.
+
+        That some have ended is no reason by itself.
+        """
         known = self._batch_rows
         if known is None or self._prompts or self._drafting.shape != self._asked_shape:
             return True
@@ -164,7 +170,10 @@ class OverlapRequests:
         )
 
     def _name(self, batch_rows: tuple[BatchRow | None, ...], *, is_read: bool) -> None:
-        """Name the sequences of a step. ``is_read``: whether the host has read the step's tokens."""
+        """Name the sequences of a step.
+
+        ``is_read``: whether the host has read the step's tokens.
+        """
         taken = [index for index, batch_row in enumerate(batch_rows) if batch_row is not None and not batch_row.is_left]
         batch_rows = batch_rows[: max(taken, default=-1) + 1]
         self._batch_rows, self._asked_shape, self._is_for_all = batch_rows, self._drafting.shape, None

@@ -1,7 +1,7 @@
 """When the controller may probe a shape, and what its probes may cost.
 
-Each step saves a small share of its time, and probes spend what was saved. So probes in vain cost 1% of the time at
-most. The pauses between them double until another shape takes over.
+Each step saves a small share of its time, and probes spend what was saved. So probes in vain cost
+1% of the time at most. The pauses between them double until another shape takes over.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class ProbeBudget:
             self._unpaid = None
 
     def _lost_s(self, shape: Shape, forecast: Forecast) -> float:
-        """Return the seconds that a probe of this shape loses. The changes there and back cost a step each."""
+        """Return the seconds that a probe of this shape loses.
+
+        The changes there and back cost a step each.
+        """
         batch, standing = forecast.batch, forecast.standing
         speed, standing_speed = forecast.speeds[shape], forecast.speeds[standing]
         if not speed:
@@ -80,7 +83,7 @@ class ProbeBudget:
         return step >= self._next_at
 
     def allows_hopeless(self, num_stood: int) -> bool:
-        """Return whether to probe although no shape may be better, if one has stood for so many steps.
+        """Return whether to probe without hope, after one shape has stood for so many steps.
 
         After so long the load may have changed, or the measurements were disturbed.
         """

@@ -1,7 +1,7 @@
 """How fast a batch should be in each shape, learned from the steps before.
 
-The speed of a shape is the tokens that it yields over the seconds of its steps. What steps show is collected until the
-next decision, which first learns from it and then makes a forecast.
+The speed of a shape is the tokens that it yields over the seconds of its steps. What steps show is
+collected until the next decision, which first learns from it and then makes a forecast.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from verifier_svc.speculation.controller_log import LoggedTimes, Record
 from verifier_svc.speculation.path_acceptance import FIRST_CHANCE, PathAcceptance
 from verifier_svc.speculation.shape_costs import ShapeCosts
 
-# How much better a shape may be than predicted: never measured at this batch; measured just now, and long ago.
-# Plain decode is what drafts must never fall behind.
+# How much better a shape may be than predicted: never measured at this batch; measured just now,
+# and long ago. Plain decode is what drafts must never fall behind.
 UNKNOWN_DOUBT, UNKNOWN_PLAIN_DOUBT = 0.15, 0.3
 LEAST_DOUBT, MOST_DOUBT = 0.02, 0.15
 LONG_AGO = 1024
 # Weight of the time since the last decision in what prompts take.
 PROMPT_SMOOTHING = 0.05
-# A shape whose steps, with the prompts that its tokens bring along, exceed this share of the limit counts for less: by
-# the square root of the excess, and for so much at least. In a full batch long drafts and short ones yield nearly as
-# many tokens a second, but the long ones leave less room for prompts, which then wait.
+# A shape whose steps, with the prompts that its tokens bring along, exceed this share of the limit
+# counts for less: by the square root of the excess, and for so much at least. In a full batch long
+# drafts and short ones yield nearly as many tokens a second, but the long ones leave less room for
+# prompts, which then wait.
 MOST_FULL, LEAST_ROOM = 0.9, 0.9
 
 
@@ -67,7 +68,7 @@ class ShapeSpeeds:
         self._observed_at: dict[Shape, int] = {}
         # Seconds of prompts for each token of output, and since the last decision: of all prompts.
         self._prompt_s = self._prompts_s = 0.0
-        # Since the last decision: walks by shape, matched levels and drafted levels; steps by shape.
+        # Since the last decision: walks by shape, matched and drafted levels; steps by shape.
         self._walks: defaultdict[Shape, defaultdict[tuple[int, int], int]] = defaultdict(lambda: defaultdict(int))
         self._observed_steps: defaultdict[Shape, int] = defaultdict(int)
 
@@ -126,7 +127,8 @@ class ShapeSpeeds:
         """Return the speed of a shape with good luck."""
         speed = forecast.speeds[shape]
         if forecast.standing == NO_DRAFT:
-            # Nothing was verified for a while: the text may suit the drafter better now. Chains find that out.
+            # Nothing was verified for a while: the text may suit the drafter better now. Chains
+            # find that out.
             if not is_chain(shape):
                 return 0.0
             batch = forecast.batch
@@ -150,9 +152,9 @@ class ShapeSpeeds:
         return self._acceptance.tokens(shape)
 
     def _rate(self, shape: Shape, batch: int, *, at_least: float = 0.0) -> float:
-        """Return the predicted tokens a second of one row, with the prompts that tokens bring along.
+        """Return one row's predicted tokens a second, with the prompts that tokens bring along.
 
-        Tokens of whatever shape bring as many, so prompts change no order. They damp what a shape gains.
+        Tokens of whatever shape bring as many, so prompts change no order. They damp its gain.
         """
         has_choice = len(self.shapes) > 1
         if has_choice and not suits(shape, batch):
@@ -161,18 +163,27 @@ class ShapeSpeeds:
         return tokens / self._full_step_s(shape, batch, tokens)
 
     def _room(self, shape: Shape, batch: int) -> float:
-        """Return what a shape's speed counts for: less than 1 if its steps leave too little room for prompts."""
+        """Return what a shape's speed counts for.
+
+        It is less than 1 if the shape's steps leave too little room for prompts.
+        """
         step_s = self._full_step_s(shape, batch, self._acceptance.tokens(shape))
         if not self._prompt_s or step_s <= MOST_FULL * self._limit_s:
             return 1.0
         return max(math.sqrt(MOST_FULL * self._limit_s / step_s), LEAST_ROOM)
 
     def _full_step_s(self, shape: Shape, batch: int, tokens: float) -> float:
-        """Return the seconds of a step in which each row yields so many tokens, with the prompts that they bring."""
+        """Return the seconds of a step in which each row yields so many tokens.
+
+        They include the prompts that the tokens bring along.
+        """
         return self._costs.estimate(shape, batch) + tokens * batch * self._prompt_s
 
     def _doubt(self, shape: Shape, forecast: Forecast) -> float:
-        """Return the share by which a shape may be better than predicted: more, the longer it was not measured."""
+        """Return the share by which a shape may be better than predicted.
+
+        It grows with the time since the shape was measured.
+        """
         if not self.is_measured(shape, forecast.batch):
             return UNKNOWN_PLAIN_DOUBT if shape == NO_DRAFT else UNKNOWN_DOUBT
         age = min((forecast.step - self._observed_at.get(shape, 0)) / LONG_AGO, 1.0)
