@@ -31,8 +31,9 @@ class Pace:
 
 
 class PacedServer:
-    """Answers GETs with the model's name, and every POST
-    with a stream of as many tokens as it wants.
+    """Answer GETs with the model's name, and POSTs with a stream.
+
+    A stream has as many tokens as the POST wants.
     """
 
     def __init__(self, pace: Pace) -> None:

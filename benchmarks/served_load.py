@@ -1,5 +1,6 @@
-"""``make bench-load``: hold the server's own choice against
-plain decode and fixed shapes, on a CPU.
+"""Compare the server's own choice with plain decode and fixed shapes on a CPU.
+
+``make bench-load`` runs it.
 
     python -m benchmarks.served_load [--quick] [--streams 1,2,4] [--output FILE]
 

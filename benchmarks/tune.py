@@ -1,5 +1,6 @@
-"""Hold ``foretoken tune`` against the full grid, on the demo
-model or another one with an EAGLE-3 head.
+"""Compare ``foretoken tune`` with the full grid.
+
+The model is the demo model, or another one with an EAGLE-3 head.
 
     python -m benchmarks.tune [--batches 1,4,16] [--shapes 1-1-2,3-1-4] [--output FILE] [--quick]
     python -m benchmarks.tune --target WIDE/target --head WIDE/eagle3 --cores 0    # on a GPU
@@ -166,8 +167,9 @@ def hold(
 def hold_by_flags(
     settings: TuneSettings, servers: Servers, served: Served, shape: ShapeFlags, num_pairs: int
 ) -> tuple[list[Figure], dict[str, Any]]:
-    """Compare requests that ask for a shape, within the usual
-    bounds, with a server whose flags fix it.
+    """Compare requests that ask for a shape with a server whose flags fix it.
+
+    The shape is within the usual bounds.
     """
     asked = Candidate(f"eagle3 {shape.name}", ("eagle3",), shape)
     fixed = Candidate(f"eagle3 {shape.name} by flags", ("eagle3",))

@@ -111,9 +111,7 @@ class ServingWorkload:
         ]
 
     def check(self, answers: Sequence[CompletedRequest]) -> None:
-        """Raise UnexpectedAnswerError unless all answers have
-        the right length and nothing was cached.
-        """
+        """Raise UnexpectedAnswerError for an answer of the wrong length or a cached one."""
         for answer in answers:
             if answer.num_tokens != self.output_tokens:
                 raise UnexpectedAnswerError(f"{answer.num_tokens} tokens, not {self.output_tokens}")

@@ -59,8 +59,10 @@ class DraftsOverlapped(Protocol):
     """A Drafter that also takes requests whose tokens are in device memory."""
 
     def set_overlap_memory(self, memory: OverlapMemory, order: StreamOrder) -> None:
-        """Set the memory that has such requests' tokens and takes their trees, after ``attach``,
-        until the next."""
+        """Set the memory that holds such requests' tokens and takes their trees.
+
+        Call this after ``attach``. It holds until the next call.
+        """
         ...
 
     @property

@@ -1,5 +1,6 @@
-"""The values that a verifier and a drafter exchange: one request a step for the whole batch, one
-batch of trees back.
+"""The values that a verifier and a drafter exchange.
+
+Each step has one request for the whole batch, and one batch of trees back.
 
 Every transport (foretoken/transports, drafter.proto) carries these two values. foretoken.drafter
 has the calls that a drafter answers.
@@ -50,8 +51,7 @@ RAGGED_COLUMNS: dict[str, str] = {
 
 
 def starts_of(*counts: Iterable[int]) -> Int32:
-    """Return the offsets of ragged columns, int32 [columns, rows + 1], given the lengths of their
-    rows' parts."""
+    """Return the offsets of ragged columns, int32 [columns, rows + 1], from their rows' lengths."""
     return np.array([list(accumulate(column, initial=0)) for column in counts], np.int32)
 
 
@@ -125,8 +125,9 @@ def _offsets(index: int) -> Any:
 
 
 class DeviceStep(NamedTuple):
-    """The step whose tokens and hidden states are in device memory
-    (foretoken.overlap_memory), where the trees go, too.
+    """The step whose tokens and hidden states are in device memory.
+
+    The trees go there, too (foretoken.overlap_memory).
 
     The first ``num_batch_rows`` rows of a request are the batch rows of the device memory, in
     order. An empty one has slot -1, generation 0 and length 0. None of them has new tokens.
@@ -233,8 +234,9 @@ class DraftRequest:
 
     @staticmethod
     def of_columns(epoch: int, step_id: int, columns: Mapping[str, Any]) -> DraftRequest:
-        """Return a request of separate columns: all ROW_COLUMNS, and values and offsets of all
-        RAGGED_COLUMNS.
+        """Return a request of separate columns.
+
+        It needs all ROW_COLUMNS, and values and offsets of all RAGGED_COLUMNS.
 
         Raises ValueError if they differ in length, KeyError if one is missing.
         """

@@ -20,8 +20,9 @@ _claims: deque[int] = deque()
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Return ports of ``host``, an address of this machine,
-    that nobody listens on now, each only once.
+    """Return different ports of ``host`` on which nobody listens now.
+
+    ``host`` is an address of this machine.
 
     While this process lives, no other one gets the latest ``NUM_CLAIMS`` from here.
     Ports are below the kernel's range of ephemeral ports: until a port is bound, a

@@ -98,8 +98,9 @@ def config_file(model: str, revision: str | None = None) -> Path | None:
 
 
 def _ask_once(model: str, revision: str | None) -> None:
-    """Raise the library's error if the hub does not have a
-    model that is not cached, or does not answer.
+    """Raise the library's error for a model that is neither cached nor on the hub.
+
+    It is also raised if the hub does not answer.
 
     A download would retry for half a minute: too long for a name that is
     more likely a mistyped folder.

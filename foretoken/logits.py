@@ -73,8 +73,10 @@ def process_logits(
     vocab_limit: int | None = None,
     allowed_ids: Collection[int] | None = None,
 ) -> Float32:
-    """Return the row before the noise is added, float32 [vocab]; tokens that may not be sampled are
-    -inf."""
+    """Return the row before the noise is added, float32 [vocab].
+
+    Tokens that may not be sampled are -inf.
+    """
     row = np.where(np.isnan(logits), NEVER, logits).astype(np.float32)
     row = add_logit_bias(row, params.logit_bias)
     row = penalize(row, params, prompt_ids, output_ids)
@@ -103,8 +105,10 @@ def add_logit_bias(row: Float32, logit_bias: Mapping[int, float]) -> Float32:
 
 
 def penalize(row: Float32, params: SamplingParams, prompt_ids: Iterable[int], output_ids: Sequence[int]) -> Float32:
-    """Apply the repetition penalty (Keskar et al., 2019, CTRL), then OpenAI's frequency and
-    presence penalties."""
+    """Apply the repetition penalty, then OpenAI's frequency and presence penalties.
+
+    The repetition penalty is CTRL's (Keskar et al., 2019).
+    """
     out = row.copy()
     repetition = np.float32(params.repetition_penalty)
     for token_id in {*prompt_ids, *output_ids}:
@@ -136,8 +140,10 @@ def keep_top_k(row: Float32, top_k: int) -> Float32:
 
 
 def keep_top_p(row: Float32, top_p: float) -> Float32:
-    """Keep the shortest run of the most likely tokens whose mass is at least ``top_p`` of all; 1 is
-    off."""
+    """Keep the shortest run of most likely tokens with at least ``top_p`` of the mass.
+
+    1 is off.
+    """
     if top_p >= 1.0:
         return row
     weights = relative_weights(row)
@@ -155,8 +161,7 @@ def keep_top_p(row: Float32, top_p: float) -> Float32:
 
 
 def keep_min_p(row: Float32, min_p: float) -> Float32:
-    """Keep tokens whose probability is at least ``min_p`` times that of the most likely one; 0 is
-    off."""
+    """Keep tokens with at least ``min_p`` times the highest probability; 0 is off."""
     if min_p <= 0.0:
         return row
     return np.where(np.array(relative_weights(row)) >= min_p, row, NEVER)

@@ -1,5 +1,6 @@
-"""Device memory in which a verifier and a drafter on one GPU exchange a step's results and the next
-trees.
+"""Device memory that a verifier and a drafter on one GPU share.
+
+They exchange a step's results and the next trees in it.
 
 When steps overlap, the host does not know what step n committed when it asks for the trees of step
 n + 1: both are in this memory. Each part has one writer. ``stamp`` and ``draft_stamp`` are written
@@ -145,23 +146,25 @@ class StreamOrder:
     """
 
     def signal_step(self, number: int) -> None:
-        """Signal, in the verifier's stream, that the results of step ``number`` are in the
-        memory."""
+        """Signal in the verifier's stream that the memory holds the results of step ``number``."""
 
     def await_step(self, number: int) -> None:
         """Wait for ``signal_step`` in the drafter's stream."""
 
     def signal_draft(self, number: int) -> None:
-        """Signal, in the drafter's stream, that the trees after step ``number`` are in the
-        memory."""
+        """Signal in the drafter's stream that the memory holds the trees after step ``number``."""
 
     def await_draft(self, number: int) -> None:
         """Wait for ``signal_draft`` in the verifier's stream."""
 
     def release_draft(self, number: int) -> None:
-        """Let the verifier's stream continue after ``await_draft(number)``, with or without the
-        drafter."""
+        """Let the verifier's stream continue after ``await_draft(number)``.
+
+        The drafter need not have signalled.
+        """
 
     def release_step(self, number: int) -> None:
-        """Let the drafter's stream continue after ``await_step(number)``, with or without the
-        verifier."""
+        """Let the drafter's stream continue after ``await_step(number)``.
+
+        The verifier need not have signalled.
+        """

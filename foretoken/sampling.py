@@ -131,6 +131,8 @@ def noise_key(seed: int) -> tuple[int, int]:
 
 
 def stop_token_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
-    """Return the token ids that end the output: the request's, and the model's unless the request
-    ignores them."""
+    """Return the token ids that end the output.
+
+    They are the request's, and the model's unless the request ignores them.
+    """
     return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)

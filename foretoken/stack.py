@@ -145,8 +145,9 @@ def check_port_free(host: str, port: int, flag: str, variable: str) -> None:
 
 
 def _pip(program: str) -> str:
-    """Return pip as it is to be typed for the Python of
-    ``program``, foretoken as the user typed it.
+    """Return the command for pip of ``program``'s Python.
+
+    foretoken is spelled as the user typed it.
     """
     folder, _, name = program.rpartition("/")
     return f"{folder}/pip" if folder and name == "foretoken" else "pip"

@@ -74,8 +74,10 @@ def depths(parents: Int32) -> Int32:
 
 
 def ancestor_mask(parents: Int32) -> NDArray[np.uint64]:
-    """Return uint64 [num_nodes, words]: bit i of a row is set if node i is the row's node or its
-    ancestor."""
+    """Return the ancestor masks, uint64 [num_nodes, words].
+
+    Bit i of a row is set if node i is the row's node or its ancestor.
+    """
     rows = [1]
     for node, parent in enumerate(parents.tolist()[1:], start=1):
         rows.append(rows[parent] | 1 << node)

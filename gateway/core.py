@@ -87,8 +87,9 @@ class GatewayCore:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the gateway takes requests and its verifiers have
-        the drafters that they wait for at a start.
+        """Return whether the gateway takes requests.
+
+        Its verifiers must also have the drafters that they wait for at a start.
         """
         return self.verifiers.is_ready and not self.admission.draining
 
@@ -123,8 +124,7 @@ class GatewayCore:
         return name or self.settings.served_model_name
 
     def check_open(self) -> None:
-        """Raise QueueFullError or UnavailableError if the
-        gateway would refuse the caller's request now.
+        """Raise QueueFullError or UnavailableError if the caller's request would be refused now.
 
         Call it before parsing and encoding: under overload a refusal must cost next to nothing.
         """

@@ -236,8 +236,9 @@ class Output:
         self._on_change(self)
 
     def _name_drafters(self, delta: Delta, sources: Iterable[int], tree: VerifiedTree | None) -> None:
-        """Name the sources of what has just come: another
-        verifier may number its drafters differently.
+        """Name the sources of what has just come.
+
+        Another verifier may number its drafters differently.
         """
         assert self.sequence is not None
         delta.drafters += map(self.sequence.drafter_name, sources)

@@ -35,11 +35,13 @@ class GatewayMetrics:
         *,
         vllm_names: bool = False,
     ) -> None:
-        """``num_requests``: requests in the gateway; ``num_waiting``: sequences without a verifier;
-        ``num_routed``: decisions about a verifier by their reason.
-
-        ``vllm_names``: show all of vLLM's metrics under vLLM's names, too; without it only those
-        that `vllm bench serve` and endpoint pickers read.
+        """
+        Args:
+            num_requests: requests in the gateway.
+            num_waiting: sequences without a verifier.
+            num_routed: decisions about a verifier by their reason.
+            vllm_names: show all of vLLM's metrics under vLLM's names, too; without it only those
+                that `vllm bench serve` and endpoint pickers read.
         """
         self._vllm_names = vllm_names
         self._verifier = VerifierMetrics(model_name)

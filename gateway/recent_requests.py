@@ -1,5 +1,6 @@
-"""Remember the figures of requests that ended lately, for the
-operator: no text, and of a key only its name.
+"""Remember the figures of recently ended requests for the operator.
+
+They have no text, and of a key only its name.
 """
 
 from __future__ import annotations

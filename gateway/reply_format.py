@@ -50,8 +50,9 @@ class ReplyFormat(ABC):
 
 
 def for_any_reader(events: bytes) -> bytes:
-    """Return events in whose JSON every character is escaped that
-    some clients take for the end of a line.
+    """Return events with certain characters of their JSON escaped.
+
+    Some clients take these for the end of a line.
     """
     for character, escaped in _OTHER_LINE_ENDS.items():
         events = events.replace(character, escaped)

@@ -27,8 +27,9 @@ def aborts_socket(folder: Path, number: int) -> Path:
 
 
 def serve_aborts(path: Path, abort: Callable[[str | None, str], int]) -> contextlib.AbstractAsyncContextManager[None]:
-    """Answer each line, a name or null and a tenant, with the
-    number of requests that ``abort`` ended.
+    """Answer each line with the number of requests that ``abort`` ended.
+
+    A line is a name or null, and a tenant.
     """
 
     async def answer_to(request: bytes) -> bytes:

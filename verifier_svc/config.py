@@ -167,9 +167,7 @@ class VerifierSettings(ServedModelSettings, ComputeSettings, ListenerSettings, K
     )
 
     def check_kv_events(self) -> None:
-        """Raise ConfigError if --kv-events is given without a
-        cache, or without the packages that it needs.
-        """
+        """Raise ConfigError if --kv-events lacks a cache or the packages that it needs."""
         if self.kv_events is None:
             return
         if self.disable_radix_cache:

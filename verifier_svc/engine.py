@@ -106,8 +106,9 @@ class Engine:
 
     @property
     def is_prepared(self) -> bool:
-        """Return whether the first requests meet the graphs
-        that they need, as far as there was time.
+        """Return whether the first requests meet the graphs that they need.
+
+        Once the time for that is over, return True.
         """
         return self._is_prepared or time.monotonic() > self._prepares_until
 

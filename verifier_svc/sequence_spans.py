@@ -1,5 +1,6 @@
-"""Record the tracing spans of each sequence: the whole, its
-queue, prefill and decode, and its drafters.
+"""Record the tracing spans of each sequence.
+
+They are the whole, its queue, prefill and decode, and its drafters.
 
 The service builds spans from a sequence's last event, so the engine's steps do no tracing work. A
 drafter in a process of its own adds a span of its work.

@@ -50,8 +50,9 @@ def prompts(num_tokens: int) -> list[list[int]]:
 
 
 def median_us(router: Router, keys: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Return the median of decisions in microseconds: of new
-    prompts, and of those with a system prompt.
+    """Return the median time of decisions in microseconds.
+
+    The first is for new prompts, the second for prompts with a system prompt.
     """
     times = []
     for prompt in keys:

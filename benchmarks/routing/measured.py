@@ -67,9 +67,7 @@ MIX = Mix(
 
 @dataclass(frozen=True, slots=True)
 class VerifierReading:
-    """A verifier's counters, the time and the CPU seconds
-    when they were read, and its sequences then.
-    """
+    """A verifier's counters, sequences and CPU seconds, and when they were read."""
 
     read_s: float
     cpu_s: float
@@ -277,8 +275,9 @@ def made(count: int, seed: int) -> list[Request]:
 
 
 def throughput_of(answers: Sequence[tuple[float, int]]) -> float:
-    """Return the tokens a second until ``COUNTED`` of the
-    answers, which come with their times and tokens.
+    """Return the tokens a second until ``COUNTED`` of the answers.
+
+    Answers come with their times and tokens.
     """
     counted = answers[: round(COUNTED * len(answers))]
     return sum(num_tokens for _, num_tokens in counted) / counted[-1][0]

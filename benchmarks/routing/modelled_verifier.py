@@ -1,5 +1,4 @@
-"""A verifier that exists in numbers only: its queue, its
-batch, its prefix cache, and what steps take.
+"""Model a verifier in numbers only: its queue, batch, prefix cache and step times.
 
 It decodes all running sequences in each step, and computes prompts in chunks beside them, oldest
 first, as ``verifier_svc/scheduling/scheduler.py`` does. Steps without prompts are counted together:
@@ -225,8 +224,9 @@ class ModelledVerifier:
         self._plan = _EqualSteps(now, step_s, num_steps, chunks)
 
     def _prompt_tokens(self, decode_s: float) -> int:
-        """Return the most prompt tokens of a step, as
-        ``verifier_svc/scheduling/prefill_budget.py``.
+        """Return the most prompt tokens of a step.
+
+        It follows ``verifier_svc/scheduling/prefill_budget.py``.
         """
         costs = self._costs
         if not self._decoding or not costs.token_s or math.isinf(costs.limit_s):

@@ -36,8 +36,10 @@ MAX_IMBALANCE = 1.25
 
 @dataclass(frozen=True)
 class SimulationReport:
-    """Figures of one run. Times are in seconds; ``load`` is a mean over time and
-    verifiers, of sequences that run or wait; ``imbalance`` is the most of a verifier over the mean.
+    """Figures of one run, with times in seconds.
+
+    ``load`` is a mean over time and verifiers, of sequences that run or wait. ``imbalance`` is the
+    most of a verifier over the mean.
     """
 
     num_requests: int

@@ -1,5 +1,6 @@
-"""Drafts from device memory: a step's tokens go from the verifier's kernels to the drafter's, and
-the trees back.
+"""Draft from device memory.
+
+A step's tokens go from the verifier's kernels to the drafter's, and the trees back.
 
 The host enqueues a draft before the step's tokens exist, as one CUDA graph: intake, the pass over
 new tokens, the levels of the trees, their stamp. It reads what was committed some requests later,

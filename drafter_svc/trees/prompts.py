@@ -1,5 +1,7 @@
-"""Prompts whose hidden states are in device memory: learns them, and plans the passes that write
-their KV entries."""
+"""Learn prompts whose hidden states are in device memory, and plan their passes.
+
+The passes write the prompts' KV entries.
+"""
 
 from __future__ import annotations
 

@@ -33,8 +33,9 @@ class HttpStatusError(StreamError):
 
 
 def error_text(body: bytes) -> str:
-    """Return the message of an error's body in one line: OpenAI's
-    and FastAPI's forms, or the text itself.
+    """Return an error body's message in one line.
+
+    OpenAI's and FastAPI's forms are known; other bodies are returned as text.
     """
     text = body.decode(errors="replace")
     try:

@@ -63,8 +63,9 @@ class Picture:
 
 
 def nice_ticks(most: float) -> list[float]:
-    """Return round numbers from 0 up to at least ``most``
-    (0.0 counts as 1), about NUM_TICKS of them.
+    """Return about NUM_TICKS round numbers from 0 up to at least ``most``.
+
+    0.0 counts as 1.
     """
     most = most or 1.0
     rough = most / NUM_TICKS

@@ -70,8 +70,9 @@ class LoadPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long random prompts and outputs are, in tokens:
-    from ``ratio`` x the length to the length.
+    """The lengths of random prompts and outputs, in tokens.
+
+    They range from ``ratio`` x the length to the length.
     """
 
     input_len: int
@@ -190,8 +191,9 @@ def _rows(text: str, path: Path) -> list[Any]:
 
 
 def _from_file(row: Any, count: CountTokens | None) -> LoadPrompt:
-    """Read ``{"prompt": text}`` or ``{"messages": [...]}``, with
-    ``output_len`` and ``category`` if given.
+    """Read ``{"prompt": text}`` or ``{"messages": [...]}``.
+
+    ``output_len`` and ``category`` are optional.
     """
     if isinstance(row, str):
         return LoadPrompt.of_text(row)

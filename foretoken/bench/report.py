@@ -232,8 +232,9 @@ def _percentiles(title: str, name: str, unit: str, digits: int) -> list[tuple[st
 
 
 def _folded(titles: Sequence[str], columns: Sequence[Sequence[str]], width: int) -> str:
-    """Return Markdown tables of at most ``width``
-    characters, each with the titles and some columns.
+    """Return Markdown tables of at most ``width`` characters.
+
+    Each has the titles and some of the columns.
 
     A column that is wider than that has a table of its own.
     """

@@ -54,8 +54,9 @@ class SweepPoint:
         return max(1, math.ceil(load))
 
     def arrivals(self, seed: str) -> Iterator[float]:
-        """Yield when each request is due, in seconds: at once,
-        or at random times (Poisson); without end.
+        """Yield when each request is due, in seconds, without end.
+
+        Requests are due at once, or at random times (Poisson).
         """
         if not self.rate:
             yield from itertools.repeat(0.0)

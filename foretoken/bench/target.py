@@ -131,8 +131,9 @@ def takes_ignore_eos(target: BenchTarget) -> bool:
 
 
 def text_maker(target: BenchTarget, count: CountTokens | None) -> MakeText:
-    """Return a maker of texts of a number of tokens: exact
-    with ``count``, else by two trial requests.
+    """Return a maker of texts with a given number of tokens.
+
+    ``count`` makes it exact; without it, two trial requests are the measure.
 
     Raises:
         StreamError: the server does not answer the trial requests.

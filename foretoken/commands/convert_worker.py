@@ -33,8 +33,10 @@ def limit_process(cpu_s: int, output_bytes: int) -> None:
 
 
 def limit_memory(file_bytes: int) -> None:
-    """Limit memory, after importing torch, to the mapped file, its tensors, one copy of them and a
-    fixed allowance."""
+    """Limit memory after importing torch.
+
+    The limit is the mapped file, its tensors, one copy of them and a fixed allowance.
+    """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     size = pages * resource.getpagesize() + 3 * file_bytes + _BASE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
@@ -71,8 +73,9 @@ def load(file: Path) -> Any:
 
 
 def tensors_of(content: Any, max_tensors: int, max_bytes: int) -> dict[str, Any]:
-    """Return the tensors of a state dict by name, or a list of ids as ``token_map``, int64
-    [num_ids].
+    """Return the tensors of a state dict by name.
+
+    A list of ids is returned as ``token_map``, int64 [num_ids].
 
     Raises Refused for anything else.
     """

@@ -1,6 +1,4 @@
-"""Collect the facts of this machine and of a command line, and run
-all checks of ``foretoken doctor`` on them.
-"""
+"""Collect the facts of this machine and command line for ``foretoken doctor``; run its checks."""
 
 from __future__ import annotations
 
@@ -86,8 +84,9 @@ def _check_model(given: Given) -> tuple[list[DrafterSpec], list[Finding]]:
 
 
 def _build_settings(given: Given) -> None:
-    """Build the settings of gateway and verifier, which also
-    reads the files of keys and certificates.
+    """Build the settings of gateway and verifier.
+
+    This also reads the files of keys and certificates.
     """
     service_settings.gateway_of_stack(given, verifiers=["unix:/none"])
     service_settings.verifier_settings(given, address="unix:/none", drafters=[])
@@ -104,8 +103,9 @@ def _check_target(folder: Path) -> Finding:
 
 
 def _check_drafter(given: Given, spec: DrafterSpec, target: Path) -> list[Finding]:
-    """Check a drafter's files, and that they fit the target:
-    algorithm, sizes, vocabulary and tokenizer.
+    """Check a drafter's files, and that they fit the target.
+
+    Algorithm, sizes, vocabulary and tokenizer must fit.
     """
     name, findings = f"drafter {spec.name}", []
     if spec.model is not None:

@@ -28,9 +28,7 @@ class Given:
         return build(kind, {name: self.values[name] for name in kind.model_fields if name in self.values} | more)
 
     def words(self, kinds: Iterable[type[Settings]]) -> list[str]:
-        """Return the command line that gives the values of
-        the classes' fields again, without secrets.
-        """
+        """Return the command line that gives the classes' field values again, without secrets."""
         from foretoken.config import settings_of
 
         words: list[str] = []

@@ -33,8 +33,9 @@ def check(events: str | None, replay: str | None, topic: str, num_verifiers: int
 
 
 def endpoint_of(endpoint: str, number: int) -> str:
-    """Return the endpoint of verifier ``number``: so many ports, or
-    names of a socket, after the first one's.
+    """Return the endpoint of verifier ``number``.
+
+    It has the first verifier's port or socket name, advanced by ``number``.
     """
     if endpoint.startswith(TCP):
         address, _, port = endpoint.rpartition(":")

@@ -220,8 +220,9 @@ def gateway_of_cluster(given: Given, file: Path) -> GatewaySettings:
 
 
 def _check_ports(given: Given, gateway: GatewaySettings, *, are_free: bool = True) -> None:
-    """Raise ConfigError for ports that cannot be had, but
-    for a MODEL that is not there before that.
+    """Raise ConfigError for ports that cannot be had.
+
+    A MODEL that does not exist is reported first.
     """
     from foretoken import stack
 
@@ -234,16 +235,15 @@ def _check_ports(given: Given, gateway: GatewaySettings, *, are_free: bool = Tru
 
 
 def words_of_verifier(given: Given) -> list[str]:
-    """Return the command line of ``serve`` that starts one of a
-    cluster's verifiers, without an address.
-    """
+    """Return the ``serve`` command line that starts a cluster's verifier, without an address."""
     own = {name: value for name, value in given.values.items() if name not in _OF_COMMAND}
     return Given(own).words((DrafterSettings, VerifierSettings, ServeOptions))
 
 
 def verifier_stack(given: Given, folder: Path, address: str) -> VerifierStack:
-    """Return the checked settings of a verifier at ``address``,
-    and of drafters with sockets in ``folder``.
+    """Return the checked settings of a verifier at ``address``, and of its drafters.
+
+    The drafters have sockets in ``folder``.
 
     Hub ids are downloaded last.
     """
@@ -365,9 +365,7 @@ def _served_names(given: Given) -> dict[str, Any]:
 
 
 def _check_drafter_flags(given: Given, options: ServeOptions) -> None:
-    """Raise ConfigError for what is wrong with drafters' flags
-    whatever MODEL is, before a hub is asked.
-    """
+    """Raise ConfigError for drafter flags that are wrong for any MODEL, before asking a hub."""
     for text in options.drafters:
         parse_spec(text)
     for row in ALGORITHMS.values():

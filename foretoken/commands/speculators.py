@@ -1,5 +1,6 @@
-"""Set up target and drafter from a repository of vLLM's ``speculators``,
-which holds a head and names its target.
+"""Set up target and drafter from a repository of vLLM's ``speculators``.
+
+It holds a head and names its target.
 
 The head's ``config.json`` says so under ``speculators_config``: the algorithm, the ``verifier``
 (the target) and how many tokens other servers propose with it.
@@ -48,8 +49,9 @@ class _SpeculatorsConfig(BaseModel):
 
 
 def expand(given: Given) -> tuple[Given, list[str]]:
-    """Return the values with the target in MODEL's place and the
-    head as drafter, and what to say about that.
+    """Return the values with the target as MODEL and the head as drafter.
+
+    The second result is what to say about that.
 
     Other values come back unchanged. A drafter that the user has named wins over the head.
     Fetches no more than ``config.json`` of head and target.
@@ -145,8 +147,9 @@ def _unlike(typed: str, verifier: _Verifier, target: str, of_target: dict[str, A
 
 
 def _proposed(proposal: _Proposal | None) -> list[str]:
-    """Return what to say about the head's proposal method, which shapes
-    trees elsewhere and never the text here.
+    """Return what to say about the head's proposal method.
+
+    Elsewhere the method shapes trees. Here it never changes the text.
     """
     if proposal is None:
         return []

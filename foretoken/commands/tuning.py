@@ -86,8 +86,9 @@ def drafters_of(algorithms: Mapping[str, str]) -> list[TunedDrafter]:
 
 
 def config_of(given: Given, choice: LimitedCandidate, trial: Trial | None) -> dict[str, Value | bool]:
-    """Return the settings with which ``foretoken serve`` does what
-    was chosen, by the keys of a config file.
+    """Return the settings with which ``foretoken serve`` runs what was chosen.
+
+    They are named by the keys of a config file.
 
     They include what the user gave, except secrets. ``trial`` None: the server was started by
     somebody else, so its model and drafters are not known.
@@ -112,8 +113,7 @@ def config_of(given: Given, choice: LimitedCandidate, trial: Trial | None) -> di
 
 
 def _given_values(given: Given, algorithms: set[str], *, keeps_drafters: bool) -> dict[str, Value | bool]:
-    """Return what the user gave of the flags of ``serve``,
-    without secrets and without what tuning finds.
+    """Return the user's ``serve`` flags, without secrets and without what tuning finds.
 
     ``algorithms``: the fields of those whose options are kept. ``keeps_drafters``: whether flags
     that name drafters are kept.

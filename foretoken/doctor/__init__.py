@@ -1,3 +1,4 @@
-"""Checks of this machine and of a model's files: one small
-function each, given the facts that it judges.
+"""Check this machine and a model's files.
+
+Each check is a small function that gets the facts it judges.
 """

@@ -1,5 +1,7 @@
-"""A batch in the form that attention planned on the host takes: queries by sequence, blocks, packed
-masks."""
+"""A batch as attention planned on the host takes it.
+
+It has queries by sequence, blocks, and packed masks.
+"""
 
 from __future__ import annotations
 
@@ -85,8 +87,10 @@ def planned_rows(batch: ForwardBatch, runs: Runs, block_size: int, most: int) ->
 
 
 def _seen(batch: ForwardBatch) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return, for each row, the end of the KV slots that it sees, and whether it sees all before
-    that end."""
+    """Return the end of the KV slots that each row sees.
+
+    Also return whether the row sees all slots before that end.
+    """
     ends = batch.context_lens.astype(np.int64)
     is_stretch = np.ones(len(ends), np.bool_)
     rows = np.flatnonzero(batch.masks.any(1))
@@ -135,8 +139,10 @@ def _planned(
 
 
 def _packed(batch: ForwardBatch, first: int, row_starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> PackedMasks:
-    """Set all bits, because most stay set, then clear the few after the context that all rows
-    share."""
+    """Set all bits, then clear the few after the context that all rows share.
+
+    Most bits stay set.
+    """
     rows = slice(first, first + int(row_starts[-1]))
     counts = np.diff(row_starts)
     starts = _starts(-(-counts * lengths // 8))

@@ -33,8 +33,9 @@ CPU = Backend("cpu", torch.device("cpu"))
 
 
 def choose_backend(wanted: DeviceName) -> Backend:
-    """Return the backend for ``--device``; ``auto`` is the first NVIDIA GPU that can run the
-    kernels, or the CPU.
+    """Return the backend for ``--device``.
+
+    ``auto`` is the first NVIDIA GPU that can run the kernels, or the CPU.
 
     Raises:
         ConfigError: the device is ``cuda`` and there is no such GPU.
@@ -56,8 +57,9 @@ def device_name(backend: Backend) -> str:
 
 
 def device_uuid(backend: Backend) -> str:
-    """Return a name by which two processes recognize that they share one GPU; empty without GPU
-    kernels.
+    """Return a name by which two processes recognize that they share one GPU.
+
+    It is empty without GPU kernels.
 
     Where GPU kernels run on CPU tensors, all processes of the host share one device.
     """

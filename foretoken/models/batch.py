@@ -56,8 +56,9 @@ class ForwardBatch:
 
 
 def chain_batch(token_ids: Int32, first: int, block_size: int, logit_rows: Int32 | None = None) -> ForwardBatch:
-    """Return a batch of consecutive tokens of one sequence, from position ``first`` on, in the
-    first blocks.
+    """Return a batch of consecutive tokens of one sequence, from position ``first`` on.
+
+    It uses the first blocks.
 
     ``logit_rows``: rows whose logits are wanted; None: all.
     """
@@ -100,8 +101,10 @@ def blank_batch(rows: int, seqs: int, blocks: int = 1, block_size: int = 1) -> F
 
 
 def chains_batch(count: int, length: int, block_size: int, num_blocks: int) -> ForwardBatch:
-    """Return a batch of the first ``length`` tokens of ``count`` sequences, which share blocks if
-    there are too few."""
+    """Return a batch of the first ``length`` tokens of ``count`` sequences.
+
+    The sequences share blocks if there are too few.
+    """
     per_seq = -(-length // block_size)
     blocks = (np.arange(count * per_seq, dtype=np.int32) % num_blocks).reshape(count, per_seq)
     seqs = np.repeat(np.arange(count, dtype=np.int32), length)

@@ -28,8 +28,9 @@ class TensorHeader(NamedTuple):
 
 
 def tensor_headers(path: Path) -> dict[str, TensorHeader]:
-    """Return the header of each tensor in a checkpoint folder, by the tensor's name, without
-    reading tensors.
+    """Return the header of each tensor in a checkpoint folder, by name.
+
+    No tensor is read.
 
     Raises:
         CheckpointError: a file is missing, truncated or not safetensors.
@@ -51,8 +52,10 @@ def tensor_header(file: Path, handle: Any, name: str) -> TensorHeader:
 
 
 def tensor_files(path: Path) -> dict[str, Path]:
-    """Return the file of each tensor in a checkpoint folder, by the tensor's name. Raises as
-    ``tensor_headers``."""
+    """Return the file of each tensor in a checkpoint folder, by name.
+
+    Raises as ``tensor_headers``.
+    """
     return {name: header.file for name, header in tensor_headers(path).items()}
 
 

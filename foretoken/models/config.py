@@ -1,5 +1,6 @@
-"""Reads a checkpoint's config.json, keeps what the forward pass needs and rejects unsupported
-features by name.
+"""Read a checkpoint's config.json.
+
+Keep what the forward pass needs, and reject unsupported features by name.
 
 It only reads local files and never runs code from a checkpoint. It does not use transformers'
 AutoConfig, whose import takes two seconds, half of a verifier's start, while broken streams wait.
@@ -142,8 +143,10 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def unread_keys(path: Path) -> list[str]:
-    """Return the keys of the folder's config.json that nothing here knows; none changes the
-    numbers."""
+    """Return the keys of the folder's config.json that foretoken does not know.
+
+    None of them changes the numbers.
+    """
     return unknown_keys(read_config_file(path), _ConfigFile.model_fields)[1]
 
 

@@ -1,5 +1,7 @@
-"""The arrays of a batch in device memory, at addresses that captured graphs know; one copy sends
-them."""
+"""The arrays of a batch in device memory, at addresses that captured graphs know.
+
+One copy sends them.
+"""
 
 from __future__ import annotations
 
@@ -168,8 +170,9 @@ class DeviceBatch:
         self._pinned.send()
 
     def _fill(self, batch: ForwardBatch, runs: Runs, first: int, prefix: str) -> None:
-        """Fill rows from ``first`` on, without their masks,
-        and the arrays ``prefix``... of their runs.
+        """Fill rows from ``first`` on, without their masks.
+
+        Also fill the arrays ``prefix``... of their runs.
         """
         host, end, seqs = self._pinned.host, first + batch.num_rows, len(runs.seqs)
         for name in _ROW_ARRAYS:
@@ -213,8 +216,10 @@ _BUCKETS: tuple[int, ...] = (
 
 
 def captured_sizes(rows: int, seqs: int, max_seq_rows: int, blocks: int) -> tuple[int, int, int, int]:
-    """Return the smallest captured sizes that hold a batch of rows with logits, whatever a pass has
-    room for."""
+    """Return the smallest captured sizes that hold a batch of rows with logits.
+
+    They may exceed what a pass has room for.
+    """
     return bucket(rows), seq_bucket(seqs), 1 << (max_seq_rows - 1).bit_length(), table_bucket(blocks)
 
 
@@ -238,8 +243,10 @@ def seq_bucket(count: int) -> int:
 
 
 def bucket(count: int) -> int:
-    """Return the smallest captured size that holds ``count`` rows: a padding row costs as much as
-    any other."""
+    """Return the smallest captured size that holds ``count`` rows.
+
+    A padding row costs as much as any other.
+    """
     for size in _BUCKETS:
         if size >= count:
             return size

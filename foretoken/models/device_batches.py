@@ -1,5 +1,7 @@
-"""The batches that passes on a GPU run over: their sizes, and the arrays that captured graphs
-read."""
+"""The batches that passes on a GPU run over.
+
+They have sizes, and arrays that captured graphs read.
+"""
 
 from __future__ import annotations
 
@@ -89,8 +91,9 @@ class DeviceBatches:
         return Uploaded(uploaded.arrays, shape if has_graph else None)
 
     def batch_of(self, rows: int, seqs: int, max_seq_rows: int, blocks: int) -> DeviceBatch:
-        """Return the batch for kernels to fill that holds so many rows, all of them wanted, of so
-        many sequences.
+        """Return a batch for kernels to fill: so many rows of so many sequences.
+
+        All of the rows are wanted.
 
         Raises ValueError for more than the largest pass.
         """
@@ -140,8 +143,10 @@ class DeviceBatches:
         )
 
     def _has_graph(self, batch: ForwardBatch) -> bool:
-        """Return whether a batch of this kind comes again: a decode step does, whatever its
-        size, and a prompt chunk in steps of some rows."""
+        """Return whether a batch of this kind comes again.
+
+        Decode steps of any size come again, and prompt chunks in steps of some rows.
+        """
         rows, wanted = batch.num_rows, len(batch.logit_rows)
         if not wanted:
             return self._graphs and rows <= self._most_prompt_rows

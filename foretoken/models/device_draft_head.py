@@ -49,8 +49,9 @@ class DeviceDraftHead(DraftHead[DeviceProgram]):
         return self._output(len(arrays.token_ids), len(arrays.token_ids))
 
     def extend(self, arrays: DeviceArrays, hidden: torch.Tensor) -> HeadOutput:
-        """Launch the first module's pass over new tokens, as ``forward`` does with the target's
-        hidden states.
+        """Launch the first module's pass over new tokens.
+
+        It takes the target's hidden states, as ``forward`` does.
 
         ``hidden``: bfloat16, float16 or float32 [rows, hidden_width] on the GPU.
         """

@@ -16,8 +16,9 @@ _ALIGNMENT = 4
 
 
 class DeviceJournal:
-    """Arrays on the device, at fixed addresses, and copies of their last few states in pinned
-    memory.
+    """Arrays on the device, at fixed addresses.
+
+    Pinned memory has copies of their last few states.
 
     Attributes:
         device: the arrays by name.

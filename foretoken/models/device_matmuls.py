@@ -1,5 +1,7 @@
-"""The matmuls of a model's passes on a GPU: the fastest for each batch, or the same bits in every
-batch."""
+"""The matmuls of a model's passes on a GPU.
+
+They are the fastest for each batch, or give the same bits in every batch.
+"""
 
 from __future__ import annotations
 

@@ -155,8 +155,10 @@ class DevicePass:
 
     @property
     def generation(self) -> int:
-        """A number that grows when memory moves: a graph of launches is only valid while it stays
-        the same."""
+        """Return a number that grows when memory moves.
+
+        A graph of launches is only valid while it stays the same.
+        """
         return self._graphs.generation
 
     def buffer(self, field: int, rows: int, width: int) -> torch.Tensor:

@@ -59,8 +59,10 @@ def _is_norm_of(operation: Operation, fetch: Operation) -> bool:
 
 
 def _passes_on_given(copy: Operation, operation: Operation) -> bool:
-    """Return whether a matmul can read GIVEN itself instead of its copy, which nothing else
-    reads."""
+    """Return whether a matmul can read GIVEN itself instead of its copy.
+
+    It can if nothing else reads the copy.
+    """
     return (
         copy.code == kernel.COPY
         and copy.x is not None

@@ -1,5 +1,6 @@
-"""Recognizes the draft head in a folder by its config.json and tensor names; rejects what is not
-supported.
+"""Recognize the draft head in a folder by its config.json and tensor names.
+
+Unsupported heads are rejected.
 
 EAGLE and EAGLE-2 (arXiv 2401.15077, 2406.16858) share one layout. EAGLE-3 (arXiv 2503.01840) has
 two spellings and two dialects of its config: one of SafeAILab and SpecForge, one of vLLM's

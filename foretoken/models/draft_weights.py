@@ -154,8 +154,10 @@ class _OwnVocabulary:
 
 
 def _shared_weights(source: HeadSource, config: HeadConfig) -> TargetWeights:
-    """Return the target's embedding and output head, as given or read from the head's own
-    folder."""
+    """Return the target's embedding and output head.
+
+    They are given, or read from the head's own folder.
+    """
     path, weights = source.path, source.weights
     if weights is None:
         if config.family != "mtp":

@@ -37,6 +37,8 @@ class Executor(Protocol[Loaded]):
         ...
 
     def buffer(self, field: int, rows: int, width: int) -> torch.Tensor:
-        """Return the buffer ``field`` after a run, as a view [rows, width]; valid until the next
-        run."""
+        """Return the buffer ``field`` after a run, as a view [rows, width].
+
+        It is valid until the next run.
+        """
         ...

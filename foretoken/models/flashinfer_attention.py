@@ -69,8 +69,10 @@ def workspace_bytes(config: ModelConfig, device: torch.device) -> int:
 
 
 def _partial_sums(config: ModelConfig, device: torch.device) -> int:
-    """Return the bytes of the partial sums of programs that share a row's keys, with 1 MiB for
-    alignment."""
+    """Return the bytes of the partial sums of programs that share a row's keys.
+
+    They include 1 MiB for alignment.
+    """
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
     tiles = _TILES_EACH * processors // config.num_kv_heads
     return max(_MIN_WORKSPACE, 4 * tiles * _TILE * config.num_heads * (config.head_dim + 1) + (1 << 20))
@@ -85,8 +87,9 @@ class _Launch(NamedTuple):
 
 
 class FlashInferAttention:
-    """Attention over one KV cache: call ``plan`` once a pass, then ``attend`` once a layer, from
-    one thread at a time.
+    """Compute attention over one KV cache.
+
+    Call ``plan`` once a pass, then ``attend`` once a layer, from one thread at a time.
 
     Args:
         config: of the model whose keys and values are in ``cache``.
@@ -123,8 +126,9 @@ class FlashInferAttention:
             self._launches.append(_Launch(rows.first, rows.end, plan.run))
 
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        """Run the attention of one layer for the planned batch, as
-        foretoken_kernels.gpu.tree_attention.
+        """Run one layer's attention for the planned batch.
+
+        It computes what foretoken_kernels.gpu.tree_attention does.
 
         Args:
             query: [rows, num_heads, head_dim], last dimension contiguous.
@@ -183,8 +187,9 @@ class _Plan:
 
 
 def compile_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile what a model's passes need, or load it from FlashInfer's cache: a minute or two at
-    the first start.
+    """Compile what a model's passes need, or load it from FlashInfer's cache.
+
+    The first start takes a minute or two.
 
     Raises whatever FlashInfer and its compilers raise if they fail.
     """

@@ -198,8 +198,10 @@ class ForwardPass:
         )
 
     def buffer(self, field: int, rows: int, width: int) -> torch.Tensor:
-        """Return the buffer ``field`` after a run, as a float32 view [rows, width]; valid until the
-        next run."""
+        """Return the buffer ``field`` after a run, as a float32 view [rows, width].
+
+        It is valid until the next run.
+        """
         return self._buffers[field][: rows * width].view(rows, width)
 
     def _context_starts(self, batch: ForwardBatch) -> NDArray[np.int32]:

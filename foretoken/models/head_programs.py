@@ -1,5 +1,7 @@
-"""The programs of a draft head: how token and hidden state are joined, the layers, and the
-output."""
+"""The programs of a draft head.
+
+They join token and hidden state, run the layers, and compute the output.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +80,10 @@ class HeadPrograms:
         self._joint(program, module, Columns(kernel.EMBEDDED, 2 * size))
 
     def _join_eagle3(self, program: Program, module: ModuleWeights, from_target: bool) -> None:
-        """Put the normed embedding and the normed hidden state side by side in NORMED, the residual
-        in HIDDEN."""
+        """Put the normed embedding and the normed hidden state side by side in NORMED.
+
+        The residual goes to HIDDEN.
+        """
         size, hidden = self._size, Columns(kernel.HIDDEN, self._size)
         embedded = Columns(kernel.EMBEDDED, size)
         self._embed(program, embedded)

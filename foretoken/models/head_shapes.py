@@ -20,9 +20,10 @@ _LEFT_OVER = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
 
 
 def reads_embedding(head: HeadConfig, target: ModelConfig) -> bool:
-    """Return whether an EAGLE-3 head has its own embedding:
-    its width differs from the target's, or its
-    config names the target's."""
+    """Return whether an EAGLE-3 head has its own embedding.
+
+    It has if its width differs from the target's, or its config names the target's.
+    """
     needed = head.body.hidden_size != target.hidden_size
     named = head.target_hidden_size is not None and "embed_tokens.weight" in head.stored_names
     return head.family == "eagle3" and (needed or named)

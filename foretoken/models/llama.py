@@ -36,8 +36,9 @@ class Llama(Generic[Loaded]):
 
     @property
     def hidden_states(self) -> torch.Tensor:
-        """The hidden states that the last pass kept, [rows, len(captured_layers) * hidden_size];
-        valid until the next call.
+        """The hidden states that the last pass kept, [rows, len(captured_layers) * hidden_size].
+
+        They are valid until the next call.
 
         They are float32 on a CPU and have the cache's type on a GPU.
         """
@@ -47,8 +48,9 @@ class Llama(Generic[Loaded]):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, captured_layers: tuple[int, ...] = ()) -> torch.Tensor:
-        """Run one pass and return the logits, float32 [len(logit_rows), vocab_size]; valid until
-        the next call.
+        """Run one pass and return the logits, float32 [len(logit_rows), vocab_size].
+
+        They are valid until the next call.
 
         Keys and values of all rows are written before any row attends, so the nodes of a tree see
         each other in the same pass.

@@ -171,8 +171,9 @@ class FetchBuffer:
 
 
 class PinnedRows:
-    """A pinned buffer that converts rows to the device's element type and copies them in stream
-    order.
+    """A pinned buffer that converts rows to the device's element type.
+
+    It copies them in stream order.
 
     Args:
         size: elements of the largest copy.

@@ -1,5 +1,6 @@
-"""A model's forward pass as a list of operations over the rows of a batch; CPU and GPU each run it
-their own way.
+"""A model's forward pass as a list of operations over the rows of a batch.
+
+CPU and GPU each run it their own way.
 
 Codes, buffers and modes have the names of foretoken_kernels.cpu.decoder, which says what each
 operation does.
@@ -54,8 +55,10 @@ class LayerShape:
 
 
 class Attention(NamedTuple):
-    """One layer's attention: its weights, and the layer of the KV cache that it reads and
-    writes."""
+    """One layer's attention: its weights, and its layer of the KV cache.
+
+    It reads and writes that layer.
+    """
 
     plane: int
     weights: LayerWeights
@@ -99,8 +102,10 @@ class Program:
     wanted_widths: dict[int, int] = field(default_factory=dict)
 
     def embed(self, embedding: torch.Tensor, packed: bool, out: Columns, zero_position: int = _NO_POSITION) -> None:
-        """Look up the tokens in ``embedding``, [vocabulary, size] or panels; rows at
-        ``zero_position`` become zeros."""
+        """Look up the tokens in ``embedding``, [vocabulary, size] or panels.
+
+        Rows at ``zero_position`` become zeros.
+        """
         self._add(Operation(kernel.EMBED, out, weight=embedding, mode=int(packed), zero_position=zero_position))
 
     def copy(self, x: Columns, out: Columns, rows: int = kernel.EVERY_ROW) -> None:
@@ -134,8 +139,9 @@ class Program:
         self.linear(gated, weights.down, hidden, ADD)
 
     def last_layer(self, shape: LayerShape, attention: Attention) -> None:
-        """Add a layer's KV entries of all rows, and its output of
-        the wanted ones, side by side in OUTPUT.
+        """Add a layer's KV entries of all rows, and its output of the wanted rows.
+
+        The output is side by side in OUTPUT.
 
         Its input is in HIDDEN, and normed in NORMED.
         """

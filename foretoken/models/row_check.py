@@ -1,5 +1,7 @@
-"""The start-up check of strict mode: a row must get the same bits in every batch on this
-machine."""
+"""The start-up check of strict mode.
+
+A row must get the same bits in every batch on this machine.
+"""
 
 from __future__ import annotations
 
@@ -72,11 +74,11 @@ def rows_are_independent(
 def rows_look_independent(
     forward: Callable[[ForwardBatch], torch.Tensor], config: ModelConfig, block_size: int, most_tokens: int
 ) -> bool:
-    """Return whether a few rows pass: a check of some passes
-    where rows_are_independent has passed before.
+    """Return whether a few rows pass.
 
-    It runs the largest of that check's prefill chunks below 97 rows, single rows and the tree. So
-    kernels and buffers are ready after it, too.
+    This check of some passes is for machines where rows_are_independent has passed before. It runs
+    the largest of that check's prefill chunks below 97 rows, single rows and the tree. So kernels
+    and buffers are ready after it, too.
     """
     length = min(_ROW_COUNTS[-1], most_tokens, config.max_position_embeddings)
     tokens = _text(length, config.vocab_size)

@@ -1,5 +1,7 @@
-"""The weights of a target that draft models share: embedding and output head, as the kernels read
-them."""
+"""The weights of a target that draft models share.
+
+They are embedding and output head, as the kernels read them.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,9 @@ class TargetWeights:
 def load_target_weights(
     path: Path, config: ModelConfig, dtype: torch.dtype = torch.float32, backend: Backend = CPU
 ) -> TargetWeights:
-    """Read only embedding and head of the target in a folder, for a draft model that is served as
-    ``dtype``.
+    """Read only embedding and head of the target in a folder.
+
+    They are for a draft model that is served as ``dtype``.
 
     Raises:
         CheckpointError: as foretoken.models.weights.Checkpoint, or a tensor holds NaN, infinity or

@@ -1,5 +1,7 @@
-"""The number of ids of a checkpoint's tokenizer, which is often smaller than the padded output
-head."""
+"""Count the ids of a checkpoint's tokenizer.
+
+There are often fewer than the padded output head has.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,10 @@ from tokenizers import Tokenizer
 
 
 def num_token_ids(folder: Path, vocab_size: int) -> int:
-    """Return one more than the tokenizer's largest id, at most ``vocab_size``, which also stands
-    for no tokenizer."""
+    """Return one more than the tokenizer's largest id, at most ``vocab_size``.
+
+    Without a tokenizer, return ``vocab_size``.
+    """
     path = folder / "tokenizer.json"
     if not path.is_file():
         return vocab_size

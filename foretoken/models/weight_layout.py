@@ -33,8 +33,10 @@ class WeightLayout(Protocol):
         ...
 
     def gate_up(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Lay out two [intermediate_size, hidden_size] for one product followed by
-        SiLU-and-multiply."""
+        """Lay out two [intermediate_size, hidden_size] for one product.
+
+        SiLU-and-multiply follows it.
+        """
         ...
 
     def table(self, rows: torch.Tensor) -> torch.Tensor:
@@ -52,8 +54,10 @@ class WeightLayout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PanelLayout:
-    """The CPU kernels' layout: flat panels (foretoken_kernels.cpu.linear) of float32, of bfloat16
-    bits (uint16) or of float16 bits (int16)."""
+    """The CPU kernels' layout: flat panels (foretoken_kernels.cpu.linear).
+
+    They hold float32, bfloat16 bits (uint16) or float16 bits (int16).
+    """
 
     dtype: torch.dtype
 
@@ -86,8 +90,10 @@ class PanelLayout:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """The GPU kernels' layout: [out_features, in_features] on the device, gate above up, as
-    ``dtype``."""
+    """The GPU kernels' layout: [out_features, in_features] on the device, as ``dtype``.
+
+    The gate is above the up projection.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -144,6 +150,8 @@ def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _aligned(panels: NDArray[np.generic]) -> torch.Tensor:
-    """Copy to memory of PyTorch, which begins at a cache line: a vector load across two lines costs
-    double."""
+    """Copy to memory of PyTorch that begins at a cache line.
+
+    A vector load across two lines costs double.
+    """
     return torch.from_numpy(panels).clone()

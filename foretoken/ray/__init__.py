@@ -1,5 +1,6 @@
-"""Run verifiers in a Ray cluster: for ``foretoken serve --executor ray``,
-or as the Ray Serve application ``app``.
+"""Run verifiers in a Ray cluster.
+
+``foretoken serve --executor ray`` does so, and the Ray Serve application ``app``.
 """
 
 from foretoken.ray.application import app

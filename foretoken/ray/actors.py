@@ -1,5 +1,6 @@
-"""Keep a number of verifiers as actors of a Ray cluster, and
-their addresses in a file for the gateway.
+"""Keep a number of verifiers as actors of a Ray cluster.
+
+Their addresses are in a file for the gateway.
 
 Ray places the actors and starts them again elsewhere when their node dies. They end with the
 process that made them.
@@ -35,8 +36,9 @@ STOP_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Order:
-    """What is wanted: ``num_verifiers`` with the command line
-    ``words``, called ``name`` on the dashboard.
+    """The wanted verifiers: ``num_verifiers`` with the command line ``words``.
+
+    The dashboard calls them ``name``.
     """
 
     name: str
@@ -74,8 +76,9 @@ class VerifierActor:
 
 
 async def keep_verifiers(order: Order, file: Path, stop: asyncio.Event) -> None:
-    """Run the verifiers until ``stop`` is set, and write the
-    addresses of those that are up to ``file``.
+    """Run the verifiers until ``stop`` is set.
+
+    The addresses of those that are up are written to ``file``.
 
     Raises EndedError if one refuses its settings, or ends before any was up.
     """

@@ -1,6 +1,4 @@
-"""Turn the arguments of a Ray Serve application into a command
-line of ``foretoken serve``, and read it.
-"""
+"""Turn a Ray Serve application's arguments into a ``foretoken serve`` command line, and read it."""
 
 from __future__ import annotations
 

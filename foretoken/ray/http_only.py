@@ -9,8 +9,9 @@ _OF_RAY = b"x-request-id"
 
 
 class HttpOnly:
-    """Wraps an ASGI application that handles HTTP requests
-    only: it has no lifespan and no websockets.
+    """Wrap an ASGI application that handles only HTTP requests.
+
+    It has no lifespan and no websockets.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -12,8 +12,9 @@ SEQUENCES = "sequences"
 
 
 def by_demand(context: Any) -> tuple[float, dict[str, Any]]:
-    """Return the verifiers for which each has
-    ``target_ongoing_requests`` sequences, running or waiting.
+    """Return how many verifiers the load needs.
+
+    Each should have ``target_ongoing_requests`` sequences, running or waiting.
 
     Ray rounds up and applies the bounds and delays of its ``autoscaling_config``. If the target is
     ``--max-running-requests``, another verifier starts when requests wait.

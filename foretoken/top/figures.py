@@ -1,5 +1,6 @@
-"""A gateway's figures of the last seconds, from the metrics
-of which the dashboard makes its panels.
+"""Compute a gateway's figures of the last seconds.
+
+They come from the metrics of the dashboard's panels.
 
 A rate or share is None where nothing happened, or before the second reading.
 """

@@ -132,8 +132,9 @@ def _drafters(drafters: Iterable[DrafterStatus], reasons: Mapping[str, str]) -> 
 
 
 def _states(drafter: DrafterStatus) -> str:
-    """Return a drafter's state, counted if there are several verifiers;
-    and how often it was attached, if again.
+    """Return a drafter's state, counted if there are several verifiers.
+
+    If it was attached again, say how often.
     """
     states = drafter.states
     num_verifiers = sum(states.values())

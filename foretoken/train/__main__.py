@@ -1,5 +1,6 @@
-"""The command ``python -m foretoken.train ALGORITHM TARGET --data FOLDER --output FOLDER``, also
-``foretoken train``.
+"""Run ``python -m foretoken.train ALGORITHM TARGET --data FOLDER --output FOLDER``.
+
+``foretoken train`` does the same.
 
 The flags are the fields of ``TrainOptions``. argparse reads them, because a training machine may
 lack the server's packages.
@@ -73,8 +74,10 @@ def run(arguments: Sequence[str], program: str) -> None:
 
 
 def _in_capitals(arguments: Sequence[str]) -> list[str]:
-    """Spell the algorithm as the parser knows it: any case is accepted, and EAGLE means EAGLE-2's
-    layout."""
+    """Spell the algorithm as the parser knows it.
+
+    Any case is accepted, and EAGLE means EAGLE-2's layout.
+    """
     words = list(arguments)
     if words and words[0].lower() in ("eagle", *ALGORITHMS):
         words[0] = {"EAGLE": "EAGLE2"}.get(words[0].upper(), words[0].upper())

@@ -84,8 +84,10 @@ def text_files(folder: Path, globs: Sequence[str]) -> list[Path]:
 
 
 def encode_files(files: Sequence[Path], target: Path, separator: int) -> Tensor:
-    """Encode texts, each after ``separator``, to int32 [num_tokens]; bytes that are not UTF-8 are
-    replaced."""
+    """Encode texts, each after ``separator``, to int32 [num_tokens].
+
+    Bytes that are not UTF-8 are replaced.
+    """
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     tokenizer.encode_special_tokens = True  # A special token's name inside a file is ordinary text.
     tokenizer.no_truncation()

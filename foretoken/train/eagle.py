@@ -64,8 +64,10 @@ class Eagle3Head(nn.Module):
         initialise(self)
 
     def enter(self, embeds: Tensor, hidden: Tensor, depth: int) -> Tensor:
-        """Return the layer's hidden input: the target's hidden states reduced to one width, or the
-        head's own."""
+        """Return the layer's hidden input.
+
+        It is the target's hidden states reduced to one width, or the head's own.
+        """
         return self.fc(hidden) if depth == 0 else hidden
 
     @property
@@ -82,8 +84,10 @@ class Eagle3Head(nn.Module):
 
 
 class Eagle2Head(nn.Module):
-    """One layer over ``fc(cat[embedding, hidden])`` that predicts the next hidden state; the output
-    head is the target's."""
+    """One layer over ``fc(cat[embedding, hidden])`` that predicts the next hidden state.
+
+    The output head is the target's.
+    """
 
     def __init__(self, fields: dict[str, Any], target_head: Tensor) -> None:
         super().__init__()
@@ -109,8 +113,10 @@ class Eagle2Head(nn.Module):
 
 
 class EagleRecipe:
-    """The common part of both recipes: rotary tables, and chains of draft steps over all rows of a
-    window at once."""
+    """The common part of both recipes.
+
+    It has rotary tables, and chains of draft steps over all rows of a window at once.
+    """
 
     module: Eagle3Head | Eagle2Head
 
@@ -133,8 +139,9 @@ class EagleRecipe:
         return output
 
     def depths(self, tokens: Tensor, hidden_states: Tensor) -> Iterator[Tensor]:
-        """Yield the hidden states [batch, rows, hidden_size] of each depth; each depth reads the
-        output of the last.
+        """Yield the hidden states [batch, rows, hidden_size] of each depth.
+
+        Each depth reads the output of the last.
 
         ``tokens`` int64 [batch, at least rows + num_depths], ``hidden_states`` [batch, rows,
         hidden_width].
@@ -164,8 +171,10 @@ class EagleRecipe:
 
 
 class Eagle3Recipe(EagleRecipe):
-    """Training-time test: every depth learns the target's distribution from the output of the depth
-    before."""
+    """Training-time test: every depth learns from the output of the depth before.
+
+    It learns the target's distribution.
+    """
 
     module: Eagle3Head
 
@@ -192,8 +201,9 @@ class Eagle3Recipe(EagleRecipe):
         self._step = compiled(self._depth_loss, options.compile is True)
 
     def loss(self, tokens: Tensor, step: int) -> Tensor:
-        """Return the cross entropy with the target's distribution, renormalised over the draft
-        vocabulary.
+        """Return the cross entropy with the target's distribution.
+
+        The distribution is renormalised over the draft vocabulary.
 
         As in the released code, positions whose most likely token is not in the draft vocabulary do
         not count.
@@ -241,8 +251,10 @@ class Eagle3Recipe(EagleRecipe):
 
     @torch.no_grad()
     def _labels(self, final: Tensor) -> tuple[Tensor, Tensor]:
-        """Return probabilities [batch, window, draft_vocab] in the target's type, and whether its
-        argmax is draftable."""
+        """Return probabilities [batch, window, draft_vocab] in the target's type.
+
+        Also return whether the target's argmax is draftable.
+        """
         logits = self.target.logits(final)
         probs = logits[..., self.draft_ids].float().softmax(-1).to(logits.dtype)
         return probs, self.is_draftable[logits.argmax(-1)].float()
@@ -274,8 +286,10 @@ class Eagle3Recipe(EagleRecipe):
 
 
 class Eagle2Recipe(EagleRecipe):
-    """EAGLE's recipe: regression of the next hidden state and a small weight on the classes, from
-    noisy true states."""
+    """EAGLE's recipe: regression of the next hidden state from noisy true states.
+
+    The loss on the classes has a small weight.
+    """
 
     module: Eagle2Head
 
@@ -286,8 +300,10 @@ class Eagle2Recipe(EagleRecipe):
         self._step = compiled(self._first_depth_loss, options.compile is True)
 
     def loss(self, tokens: Tensor, step: int) -> Tensor:
-        """Return smooth L1 to the target's hidden state plus 0.1 times the cross entropy with its
-        distribution."""
+        """Return smooth L1 to the target's hidden state plus 0.1 times the cross entropy.
+
+        The cross entropy is with the target's distribution.
+        """
         tokens = tokens[:, : self.rows + 1]
         final = self.target.run(tokens).final
         label_probs = self.target.logits(final[:, 1:]).float().softmax(-1).to(final.dtype)

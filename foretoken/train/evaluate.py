@@ -1,5 +1,7 @@
-"""Held-out acceptance: how far drafts agree with the target's greedy text after held-out
-prompts."""
+"""Measure held-out acceptance.
+
+It is how far drafts agree with the target's greedy text after held-out prompts.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,9 @@ class Acceptance:
 
 
 def held_out_texts(target: FrozenTarget, tokens: Tensor, count: int, length: int, batch_size: int) -> Tensor:
-    """Return prompts spread evenly over ``tokens``, each with the target's greedy text, int64
-    [count, length].
+    """Return prompts spread evenly over ``tokens``, int64 [count, length].
+
+    Each has the target's greedy text.
 
     The second half of each row is generated. Raises ConfigError if the tokens are fewer than one
     prompt.
@@ -59,8 +62,10 @@ def held_out_texts(target: FrozenTarget, tokens: Tensor, count: int, length: int
 
 @torch.no_grad()
 def measure(recipe: Recipe, texts: Tensor, batch_size: int) -> Acceptance:
-    """Measure acceptance on ``texts`` [count, length] of ``held_out_texts``, for chains that draft
-    generated tokens."""
+    """Measure acceptance on ``texts`` [count, length] of ``held_out_texts``.
+
+    Chains draft generated tokens.
+    """
     first_row = texts.shape[1] // 2 - 2
     accepted: list[Tensor] = []
     chains = 0

@@ -54,8 +54,10 @@ class ChainAttention(nn.Module):
     def forward(
         self, rows: Tensor, cos: Tensor, sin: Tensor, cache: ChainCache | None, is_current: Tensor
     ) -> tuple[Tensor, ChainCache]:
-        """Attend with ``rows`` [batch, rows, input_size]; ``is_current`` bool [num_depths - 1]
-        marks a depth above 0."""
+        """Attend with ``rows`` [batch, rows, input_size].
+
+        ``is_current`` bool [num_depths - 1] marks a depth above 0.
+        """
         shape = (*rows.shape[:2], -1, self.head_dim)
         query = self.q_proj(rows).view(shape).transpose(1, 2)
         key = self.k_proj(rows).view(shape).transpose(1, 2)
@@ -77,8 +79,10 @@ class ChainAttention(nn.Module):
         return output, cache
 
     def _attend_along_chains(self, query: Tensor, cache: ChainCache, is_current: Tensor) -> Tensor:
-        """Attend to the prefix's keys and each row's own, in one softmax: [batch, num_heads, rows,
-        head_dim]."""
+        """Attend to the prefix's keys and each row's own, in one softmax.
+
+        The result is [batch, num_heads, rows, head_dim].
+        """
         rows = query.shape[2]
         shape = (query.shape[0], self.num_kv_heads, self.num_groups, rows)
         grouped = query.reshape(*shape, self.head_dim) * self.head_dim**-0.5

@@ -125,8 +125,10 @@ class TrainOptions:
             raise ConfigError(f"{flag}: expected {bounds}, got {value}")
 
     def identity(self) -> dict[str, Any]:
-        """Return what a resumed run must have in common with this one: everything that a step
-        depends on."""
+        """Return what a resumed run must have in common with this one.
+
+        It is everything that a step depends on.
+        """
         free = {"output", "resume", "device", "compile", "log_every", "checkpoint_every", "checkpoint_minutes"}
         return {
             name: [str(each) for each in value] if isinstance(value, tuple) else str(value)

@@ -30,12 +30,15 @@ class Recipe(Protocol):
         """The module to train, in float32."""
 
     def loss(self, tokens: Tensor, step: int) -> Tensor:
-        """Return the scalar loss of ``tokens`` int64 [batch, window]; ``step`` seeds its
-        randomness."""
+        """Return the scalar loss of ``tokens`` int64 [batch, window].
+
+        ``step`` seeds its randomness.
+        """
 
     def matches(self, tokens: Tensor) -> Tensor:
-        """Return which draft steps predict the text's next token, bool [batch, num_draft_steps,
-        rows].
+        """Return which draft steps predict the text's next token.
+
+        The result is bool [batch, num_draft_steps, rows].
 
         Each step assumes that the steps before did. ``tokens`` is int64 [batch, rows +
         num_draft_steps + 1]; row r drafts from the root at token r + 1, so its step d is compared
@@ -63,8 +66,9 @@ def write_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, Te
 
 
 def llama_fields(target: FrozenTarget, options: TrainOptions, hidden_size: int, num_layers: int) -> dict[str, Any]:
-    """Return the config.json fields of a draft model or head, by the flags or in proportion to the
-    target.
+    """Return the config.json fields of a draft model or head.
+
+    They follow the flags, or the target in proportion.
 
     Raises ConfigError for head counts that do not divide.
     """

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 def write_self_text(options: argparse.Namespace) -> None:
-    """Write ``options.tokens`` tokens to ``options.output`` (.npy, int32), in rows of a prompt and
-    its continuation.
+    """Write ``options.tokens`` tokens to ``options.output`` (.npy, int32).
+
+    Each row is a prompt and its continuation.
 
     The share ``options.greedy_share`` of the rows is greedy, the rest is sampled at temperature 1.
     """

@@ -40,8 +40,10 @@ class StandaloneRecipe:
         self._step = compiled(self._mixed_loss, options.compile is True)
 
     def loss(self, tokens: Tensor, step: int) -> Tensor:
-        """Return the cross entropy: the share ``distillation`` with the target's distribution, the
-        rest with the text."""
+        """Return the cross entropy with the target's distribution and with the text.
+
+        ``distillation`` is the share of the distribution.
+        """
         probs = self.target.logits(self.target.run(tokens[:, :-1]).final)
         probs = probs.float().softmax(-1).to(probs.dtype)
         loss: Tensor = self._step(tokens[:, :-1], tokens[:, 1:], probs)

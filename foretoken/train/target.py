@@ -1,5 +1,7 @@
-"""The frozen target that drafters learn from, run by transformers: hidden states, soft labels and
-greedy text."""
+"""The frozen target that drafters learn from, run by transformers.
+
+It gives hidden states, soft labels and greedy text.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +85,9 @@ class FrozenTarget:
 
     @torch.no_grad()
     def written_text(self, prompts: Tensor, num_tokens: int, *, is_sampled: bool = False) -> Tensor:
-        """Return ``prompts`` int64 [batch, length] with ``num_tokens`` more tokens each; end tokens
-        do not stop it.
+        """Return ``prompts`` int64 [batch, length] with ``num_tokens`` more tokens each.
+
+        End tokens do not stop it.
 
         The text is greedy, or sampled at temperature 1 by PyTorch's global generator.
         """

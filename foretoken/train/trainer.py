@@ -33,8 +33,9 @@ CHECKPOINT_FILE = "training.pt"
 
 
 def train(options: TrainOptions) -> Acceptance:
-    """Train from the start or from a checkpoint; write the drafter and ``train.json`` to
-    ``options.output``.
+    """Train from the start or from a checkpoint.
+
+    Write the drafter and ``train.json`` to ``options.output``.
 
     Raises ConfigError or CheckpointError for errors that the user can fix.
     """
@@ -63,8 +64,10 @@ def train(options: TrainOptions) -> Acceptance:
 
 
 def learning_rate_share(step: int, progress: float, warm_up_steps: int) -> float:
-    """Return the factor of all learning rates: linear warm-up by step, constant, linear decay by
-    ``progress`` (0 to 1)."""
+    """Return the factor of all learning rates.
+
+    It warms up linearly by step, stays constant, then decays linearly by ``progress`` (0 to 1).
+    """
     return min(1.0, (step + 1) / warm_up_steps, max(0.0, (1.0 - progress) / DECAY_SHARE))
 
 
@@ -187,8 +190,10 @@ class Trainer:
         return acceptance
 
     def _save(self) -> None:
-        """Write a checkpoint to a temporary file and rename it, so that a kill leaves the last one
-        whole."""
+        """Write a checkpoint to a temporary file and rename it.
+
+        So a kill leaves the last one whole.
+        """
         self.options.output.mkdir(parents=True, exist_ok=True)
         file = self.options.output / CHECKPOINT_FILE
         state = {

@@ -1,5 +1,6 @@
-"""The arena: memory that a verifier and a drafter on one host share, and the doorbells between
-them.
+"""The arena: memory that a verifier and a drafter on one host share.
+
+Doorbells between them are part of it.
 
 The verifier makes it and sends descriptors to the drafter (arena_peer.py) over a private Unix
 socket. The socket stays open: its end shows each side at once that the other is gone. The memory
@@ -63,8 +64,10 @@ HAND_OVER_TIMEOUT_S = 5.0
 
 
 class ArenaListener:
-    """The private Unix socket where a drafter gets an arena: mode 0600 in a folder of 0700, removed
-    once connected."""
+    """The private Unix socket where a drafter gets an arena.
+
+    It has mode 0600 in a folder of 0700, and is removed once connected.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         """``folder``: parent of the private folder, visible to both sides.
@@ -256,8 +259,7 @@ class ArenaTransport(QueuedTransport):
         self._close_sent_fds()
 
     def check_self_test(self) -> None:
-        """Raise PreconditionError unless the drafter's digest and ring have come through the
-        arena."""
+        """Raise PreconditionError unless the drafter's digest and ring came through the arena."""
         digest = self._memory.reply_memory[: len(self._digest)]
         if not hmac.compare_digest(digest, self._digest):
             raise PreconditionError("self-test: the digest in the arena is not that of the challenge")

@@ -110,8 +110,9 @@ class ArenaLayout:
         weights: bool = False,
         overlap: OverlapLayout | None = None,
     ) -> ArenaLayout:
-        """Return a verifier's layout for this target and a drafter with these needs (None: it only
-        needs tokens).
+        """Return a verifier's layout for this target and a drafter with these needs.
+
+        None: the drafter only needs tokens.
 
         Args:
             weights: whether the target's weights are handed over.
@@ -159,8 +160,10 @@ class ArenaLayout:
         )
 
     def check(self, target: TargetInfo, needs: DrafterNeeds | None = None) -> None:
-        """Raise PreconditionError, with both values, if a drafter of this target cannot use this
-        layout."""
+        """Raise PreconditionError if a drafter of this target cannot use this layout.
+
+        The error has both values.
+        """
         width = _hidden_width(target, needs)
         expected = {
             "max_rows": ROWS_PER_SLOT * target.max_slots,
@@ -257,8 +260,10 @@ class ArenaHeader:
 
     @staticmethod
     def unpack(data: bytes) -> ArenaHeader:
-        """Raise PreconditionError, with both values, for another kind of memory or layout
-        version."""
+        """Raise PreconditionError for another kind of memory or layout version.
+
+        The error has both values.
+        """
         magic, version, *values, epoch, challenge = _HEADER.unpack_from(data)
         # struct keeps trailing zeros, so the magic compares whole.
         if magic != MAGIC:

@@ -1,5 +1,7 @@
-"""The drafter's end of the arena: fetches it from the verifier (arena.py), checks it and answers
-requests."""
+"""The drafter's end of the arena (arena.py).
+
+It fetches the arena from the verifier, checks it and answers requests.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ class ArenaPeer:
     """The drafter's end of an arena. Only one thread may use it."""
 
     def __init__(self, path: str, epoch: int, target: TargetInfo, needs: DrafterNeeds | None = None) -> None:
-        """Fetch the arena of the verifier that listens at ``path``, check it and answer its
-        self-test.
+        """Fetch the arena of the verifier that listens at ``path``.
+
+        Check it and answer its self-test.
 
         ``needs``: of the drafter; None: it only needs tokens.
 
@@ -166,8 +169,10 @@ class ArenaPeer:
         return digest
 
     def _is_gone(self) -> bool:
-        """Return whether the verifier has closed its end: it never writes, so anything readable is
-        the end."""
+        """Return whether the verifier has closed its end.
+
+        It never writes, so anything readable is the end.
+        """
         try:
             self._connection.recv(1)
         except BlockingIOError:

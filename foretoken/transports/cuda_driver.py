@@ -52,8 +52,9 @@ def checked(name: str, result: tuple[Any, ...]) -> Any:
 
 @contextlib.contextmanager
 def on(device: torch.device) -> Iterator[None]:
-    """Run the block's driver calls in PyTorch's context on this GPU, whatever the thread's context
-    was.
+    """Run the block's driver calls in PyTorch's context on this GPU.
+
+    The thread may have been in another context.
 
     The thread may be capturing a graph; the calls do not become part of it.
     """

@@ -22,8 +22,10 @@ MIN_CORES_TO_SPIN = 3
 
 
 def default_spin_us() -> int:
-    """Return the microseconds to spin before blocking: none if the other side needs the spinning
-    core."""
+    """Return the microseconds to spin before blocking.
+
+    Do not spin if the other side needs the spinning core.
+    """
     return DEFAULT_SPIN_US if len(os.sched_getaffinity(0)) >= MIN_CORES_TO_SPIN else 0
 
 

@@ -12,8 +12,10 @@ from foretoken.tree import Int32
 
 
 class _TokenRange(NamedTuple):
-    """New tokens ``low`` to ``high`` of a row, or tokens of its prediction, by their index in the
-    request."""
+    """New tokens ``low`` to ``high`` of a row, or tokens of its prediction.
+
+    They are named by their index in the request.
+    """
 
     row: int
     low: int
@@ -21,8 +23,9 @@ class _TokenRange(NamedTuple):
 
 
 def split_request(request: DraftRequest, token_capacity: int, block_size: int) -> list[DraftRequest]:
-    """Split a request into parts of at most ``token_capacity`` new tokens and as many prediction
-    tokens each.
+    """Split a request into parts.
+
+    Each has at most ``token_capacity`` new tokens and as many prediction tokens.
 
     The last part has every row, with its last new token, and asks for the trees; the other parts
     only add tokens. All have the request's step id. ``token_capacity`` is at least the number of

@@ -56,8 +56,10 @@ def needs_from_proto(message: drafter_pb2.PrepareResponse, target: TargetInfo) -
 
 
 def request_to_proto(request: DraftRequest) -> drafter_pb2.DraftRequest:
-    """Convert a request, which must carry its tokens: only sides on one device share device
-    memory."""
+    """Convert a request, which must carry its tokens.
+
+    Only sides on one device share device memory.
+    """
     assert request.device_step is None, "a gRPC stream shares no device memory"
     columns: dict[str, Any] = {name: getattr(request, name).tolist() for name in ROW_COLUMNS}
     for values, starts in RAGGED_COLUMNS.items():

@@ -1,5 +1,6 @@
-"""Order between two processes' streams: two words of shared host memory hold the numbers of the
-last steps.
+"""Order two processes' streams.
+
+Two words of shared host memory hold the numbers of the last steps.
 
 A stream signals by writing a number and waits until a word reaches one (CUDA's stream memory
 operations). A host can write the words, too, so a stream never waits for a dead or stopped process.
@@ -111,12 +112,16 @@ class _WordOrder(StreamOrder, ABC):
 
 
 class HostOrder(_WordOrder):
-    """Order for hosts that do all work themselves, as in tests of GPU kernels on a CPU: an
-    ``await`` blocks."""
+    """Order for hosts that do all work themselves: an ``await`` blocks.
+
+    Tests of GPU kernels on a CPU are such hosts.
+    """
 
     def __init__(self, words: FlagWords, timeout_s: float = HOST_TIMEOUT_S) -> None:
-        """``timeout_s``: a wait ends by itself after so long, because nobody else could release the
-        caller."""
+        """Let a wait end by itself after ``timeout_s``.
+
+        Nobody else could release the caller.
+        """
         super().__init__(words)
         self._timeout_s = timeout_s
 

@@ -97,8 +97,10 @@ class SharedOverlapMemory:
 
 @contextlib.contextmanager
 def _beside_all_work(device: torch.device) -> Iterator[None]:
-    """Run the block's GPU work at once and wait for it, apart from other threads, which may capture
-    graphs."""
+    """Run the block's GPU work at once and wait for it.
+
+    It stays apart from other threads, which may capture graphs.
+    """
     if device.type == "cpu":
         yield
         return

@@ -1,5 +1,6 @@
-"""A target's embedding and output head in memory that drafters' processes map, so that one copy
-serves all.
+"""A target's embedding and output head in memory that drafters' processes map.
+
+So one copy serves all.
 
 It consists of two descriptors. Their holders cannot change the weights or the description:
 
@@ -138,8 +139,9 @@ class SharedWeights:
     """
 
     def __init__(self, weights: TargetWeights, backend: Backend = CPU) -> None:
-        """Copy the weights to shared memory, for ``backend`` to read; the caller can then free its
-        own.
+        """Copy the weights to shared memory, for ``backend`` to read.
+
+        The caller can then free its own.
 
         Raises PreconditionError if GPU memory cannot be shared, UnavailableError if none is left;
         both name CUDA's error.

@@ -1,5 +1,6 @@
-"""The protocol of all transports between a verifier and a drafter, their request queue and their
-checks.
+"""The protocol of all transports between a verifier and a drafter.
+
+Their request queue and their checks are here, too.
 
 A transport moves each ``DraftRequest`` one way and its ``DraftBatch`` back, in order. It knows
 neither policies nor models. There are three: the arena (arena.py), the gRPC stream
@@ -51,8 +52,10 @@ class TransportClosedError(Exception):
 def token_capacity_for(
     max_rows: int, hidden_width: int, most: int = DEFAULT_TOKEN_CAPACITY, hidden_bytes: int = MAX_HIDDEN_BYTES
 ) -> int:
-    """Return how many new tokens one request may carry, each with ``hidden_width`` float32
-    values."""
+    """Return how many new tokens one request may carry.
+
+    Each has ``hidden_width`` float32 values.
+    """
     if hidden_width:
         most = min(most, hidden_bytes // (4 * hidden_width))
     return max(most, max_rows)
@@ -107,8 +110,9 @@ class DraftTransport(ABC):
 
     @abstractmethod
     def receive(self, timeout_s: float) -> DraftBatch | None:
-        """Return the reply to the last request, checked by ``check_batch``; older replies are
-        dropped.
+        """Return the reply to the last request, checked by ``check_batch``.
+
+        Older replies are dropped.
 
         None if it did not arrive in time or was malformed. The request then counts as unanswered,
         and a late reply is dropped. Raises TransportClosedError as soon as the drafter is gone.
@@ -116,8 +120,9 @@ class DraftTransport(ABC):
 
     @abstractmethod
     def is_idle(self) -> bool:
-        """Return whether the drafter has answered everything that was sent; drop replies that
-        nobody awaits.
+        """Return whether the drafter has answered everything that was sent.
+
+        Replies that nobody awaits are dropped.
 
         Raises TransportClosedError if the drafter is gone.
         """
@@ -174,8 +179,9 @@ def check_request(request: DraftRequest, max_rows: int) -> None:
 
 
 def check_batch(batch: DraftBatch, max_nodes: Int32) -> None:
-    """Raise MalformedBatchError unless each row has 1 to ``max_nodes[row]`` nodes and the arrays
-    agree.
+    """Raise MalformedBatchError unless each row has 1 to ``max_nodes[row]`` nodes.
+
+    The arrays must also agree.
 
     The nodes' content is checked when a tree is used (``DraftTree.is_valid``).
     """
@@ -213,8 +219,10 @@ def probe_request(epoch: int, step_id: int) -> DraftRequest:
 
 
 def answer(drafter: Drafter, request: DraftRequest) -> DraftBatch:
-    """Return the drafter's reply, checked as the verifier will, so that a fault shows at the
-    drafter."""
+    """Return the drafter's reply, checked as the verifier will check it.
+
+    So a fault shows at the drafter.
+    """
     if request.num_rows == 0 and request.device_step is None:
         empty = np.zeros(0, np.int32)
         return DraftBatch(request.epoch, request.step_id, np.zeros(1, np.int32), empty, empty, np.zeros(0, np.float32))
@@ -232,8 +240,9 @@ class _Part:
 
 
 class RequestQueue:
-    """The verifier's queue: splits requests, limits unanswered parts to WINDOW, and pairs replies
-    with requests.
+    """The verifier's queue: splits requests, and pairs replies with requests.
+
+    At most WINDOW parts are unanswered.
 
     Replies arrive in the order of the parts.
     """

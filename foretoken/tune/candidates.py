@@ -1,5 +1,6 @@
-"""What can be tried: plain decode, the server's own choice, and
-drafters with and without a fixed shape.
+"""List what can be tried.
+
+This is plain decode, the server's own choice, and drafters with and without a fixed shape.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ Rates = Mapping[int, Mapping[Candidate, float]]
 
 @dataclass(frozen=True, slots=True)
 class LimitedCandidate:
-    """A candidate, and the largest batch that it drafts for;
-    larger ones decode plainly. 0: no limit.
+    """A candidate, and the largest batch that it drafts for.
+
+    Larger batches decode plainly. 0: no limit.
 
     Attributes:
         score: the weighted geometric mean of its speeds, each over the best

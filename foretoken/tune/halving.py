@@ -1,5 +1,6 @@
-"""Successive halving: measure all candidates a little, keep
-the better half, measure those for longer.
+"""Successive halving: measure all candidates a little, keep the better half, and repeat.
+
+Each time, those that are left are measured for longer.
 
 Jamieson and Talwalkar, arXiv 1502.07943. The candidates of a rung take turns round
 by round, so that a machine that slows down slows all of them. A candidate counts

@@ -42,9 +42,7 @@ class Meter:
     on_round: Callable[[Candidate, float], None]
 
     def warm_up(self, candidate: Candidate) -> None:
-        """Run a few short requests, so that nothing is
-        captured or learned for the first time later.
-        """
+        """Run a few short requests, so that later ones capture and learn nothing new."""
         self._drive(candidate, f"{self.seed} warm-up", self.batch, output_len=WARM_UP_LEN)
 
     def rate(self, candidate: Candidate, number: int) -> float:

@@ -30,8 +30,9 @@ def medians(findings: Findings) -> dict[int, dict[Candidate, float]]:
 
 
 def to_table(findings: Findings, weights: Mapping[int, float]) -> str:
-    """Return a row for each candidate: tok/s by requests at
-    once, in brackets where it was dropped early.
+    """Return a row for each candidate: tok/s by requests at once.
+
+    Brackets mark where it was dropped early.
     """
     rates = medians(findings)
     candidates = list(dict.fromkeys(candidate for measured in rates.values() for candidate in measured))
@@ -48,8 +49,9 @@ def to_table(findings: Findings, weights: Mapping[int, float]) -> str:
 
 
 def to_lines(findings: Findings, choice: LimitedCandidate) -> list[str]:
-    """Return sentences: the best candidate for each number
-    of requests at once, and the one for all.
+    """Return sentences that name the best candidates.
+
+    There is one for each number of requests at once, and one for all.
 
     The least and the most of the rounds stand beside each speed.
     """
@@ -114,8 +116,9 @@ def to_content(findings: Findings, choice: LimitedCandidate, facts: dict[str, An
 
 
 def draw(findings: Findings, choice: LimitedCandidate) -> str:
-    """Return a picture: tok/s by requests at once of the
-    choice, the best, ``auto`` and plain decode.
+    """Return a picture: tok/s by requests at once.
+
+    It has the choice, the best, ``auto`` and plain decode.
     """
     rates = medians(findings)
     lines: dict[str, list[Mark]] = {}
@@ -152,8 +155,9 @@ def _rounds(count: int) -> str:
 
 
 def _preliminary(findings: Findings, choice: LimitedCandidate) -> list[str]:
-    """Return a line that names what decided with few rounds: winners, the
-    choice, and what they are compared with.
+    """Return a line that names what few rounds decided.
+
+    It has winners, the choice, and what they are compared with.
     """
     few = []
     for batch, rates in medians(findings).items():

@@ -56,8 +56,9 @@ def running_server(words: Sequence[str]) -> Iterator[Address]:
 
 
 def serve_command(words: Sequence[str]) -> tuple[list[str], Address]:
-    """Return the command of ``foretoken serve`` with these
-    words on free ports, and its REST address.
+    """Return a ``foretoken serve`` command with these words on free ports.
+
+    Also return its REST address.
     """
     port, grpc_port = free_ports(2)
     command = [sys.executable, "-P", "-m", "foretoken", "serve", *words]

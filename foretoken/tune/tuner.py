@@ -1,5 +1,6 @@
-"""The course of a tuning: halving at each number of requests at once,
-then a comparison of the winners everywhere.
+"""The course of a tuning.
+
+Halving runs at each number of requests at once, then the winners are compared everywhere.
 """
 
 from __future__ import annotations
@@ -124,9 +125,7 @@ class Tuner:
         return halving
 
     def _compare(self, halvings: dict[int, Halving[Candidate]]) -> None:
-        """Measure the winners of each number of requests at
-        the others, where they were dropped early.
-        """
+        """Measure each winner at the other numbers of requests, where it was dropped early."""
         winners = dict.fromkeys(
             best_of({name: halving.rate(name) for name in halving.survivors}) for halving in halvings.values()
         )

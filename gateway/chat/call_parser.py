@@ -65,9 +65,7 @@ class CallParser(ABC):
         return content, deltas
 
     def _is_cut_call(self) -> bool:
-        """Return whether the undecided text at the end of
-        the output can only be a call that was cut.
-        """
+        """Return whether the undecided text at the end can only be a call that was cut."""
         match self._constraint:
             case Constraint.NONE:
                 return False

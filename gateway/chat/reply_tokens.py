@@ -19,8 +19,7 @@ class ReplyTokens:
         self.num_reasoning_tokens = 0
 
     def read(self, delta: Delta) -> Iterator[tuple[ReplyPieces, list[TokenLogprobs]]]:
-        """Yield what a delta adds to the reply, each with the
-        logprobs of its tokens, if there are any.
+        """Yield what a delta adds to the reply, each with its tokens' logprobs, if any.
 
         Text that waits comes with the logprobs of its tokens when it is certain.
         """

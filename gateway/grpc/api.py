@@ -115,8 +115,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         return generation
 
     def _sampling(self, message: common_pb2.SamplingParams) -> SamplingParams:
-        """Return the sampling parameters, with the server's
-        defaults and a seed where there is none.
+        """Return the sampling parameters with the server's defaults.
+
+        A request without a seed gets one.
         """
         sampling = wire.sampling_from_proto(message)
         defaults = self._core.sampling_defaults

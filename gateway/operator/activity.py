@@ -33,8 +33,9 @@ def activity_router(core: GatewayCore) -> APIRouter:
 
     @router.get("")
     async def activity() -> Response:
-        """Return the load of the gateway and its verifiers, all
-        drafters, and the last minutes' requests.
+        """Return the load, all drafters, and the last minutes' requests.
+
+        The load is that of the gateway and its verifiers.
 
         Of each request that ran there are figures, no text: at most 200 of the last 15 minutes.
         """

@@ -1,3 +1,4 @@
-"""The page at ``/``: chats and completions in a browser, and
-the operator's view. docs/playground.md.
+"""Serve the page at ``/``.
+
+It has chats and completions in a browser, and the operator's view. See docs/playground.md.
 """

@@ -29,8 +29,9 @@ def prefix_keys(token_ids: Sequence[int], salt: str | None) -> Iterator[int]:
 
 
 def prefix_lengths(num_tokens: int) -> Iterator[int]:
-    """Yield 16, 32, 48, 64, 96, 128, 192, ... tokens, and last
-    all whole blocks but for the final token.
+    """Yield 16, 32, 48, 64, 96, 128, 192, ... tokens.
+
+    The last count is all whole blocks without the final token.
 
     The final token always runs, to give logits, so a prompt of 16 tokens has no prefix. The steps
     grow by a half or a third: a conversation that grows past one of them keeps most of its keys.

@@ -1,5 +1,6 @@
-"""Decide which verifier takes a request: the one that has
-its prefix, unless that has too much load.
+"""Decide which verifier takes a request.
+
+It is the one that has the request's prefix, unless that one has too much load.
 
 No I/O and no clock, so that the simulator of ``benchmarks/routing`` runs the same
 code. Gateways agree because they hash alike; what each remembers are estimates of popularity, which

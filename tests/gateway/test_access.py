@@ -169,8 +169,9 @@ async def test_head_is_answered_as_get_where_no_key_is_needed(stack: Stack) -> N
 
 
 async def test_another_tenants_key_reaches_nothing_of_a_request_that_runs(stack: Stack) -> None:
-    """Whatever a tenant calls, another's request goes on,
-    and no answer names it or has its words.
+    """Whatever a tenant calls, another's request goes on.
+
+    No answer names the request or has its words.
     """
     go_on = asyncio.Event()
 

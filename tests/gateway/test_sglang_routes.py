@@ -1,5 +1,6 @@
-"""SGLang's routes beside /generate: information, flushes,
-aborts and a health check that generates.
+"""SGLang's routes beside /generate.
+
+They give information, flush, abort, and check health by generating.
 """
 
 from __future__ import annotations

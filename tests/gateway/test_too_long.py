@@ -1,6 +1,4 @@
-"""A prompt that cannot fit, and a body too large to read,
-are answered so that clients understand.
-"""
+"""Clients can understand the answers to too long prompts and too large bodies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The page at / in Chromium, on a scripted verifier: type,
-stream, stop, compare, errors, keys, operator.
+"""Test the page at / in Chromium, on a scripted verifier.
+
+It types, streams, stops and compares; errors, keys and the operator's view are tested too.
 """
 
 from __future__ import annotations

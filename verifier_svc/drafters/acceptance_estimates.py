@@ -65,8 +65,9 @@ def _bin(probability: float) -> int:
 
 
 class AcceptanceRate:
-    """Estimates how likely a drafted token is accepted if its parent
-    was, over all recent rows of one drafter.
+    """Estimate how likely a drafted token is accepted if its parent was.
+
+    The estimate is over all recent rows of one drafter.
     """
 
     def __init__(self) -> None:

@@ -132,8 +132,9 @@ class Attachment:
         return self._record.budget.has_some(self._settings.clock())
 
     def is_catching_up(self) -> bool:
-        """Return whether the drafter still works on a long
-        request, so that a new one would wait too long.
+        """Return whether the drafter still works on a long request.
+
+        A new one would wait too long.
         """
         if self._catching_up_since is None:
             return False
@@ -165,8 +166,9 @@ class Attachment:
             return False
 
     def leave_alone(self) -> None:
-        """Ask a late model nothing until it has answered: it may be
-        capturing graphs for a batch that is new to it.
+        """Ask a late model nothing until it has answered.
+
+        It may be capturing graphs for a batch that is new to it.
         """
         if self.needs.blocks and self._catching_up_since is None:
             self._catching_up_since = self._settings.clock()
@@ -239,8 +241,9 @@ class Attachment:
         )
 
     def _fed_request(self, rows: list[DraftRow]) -> DraftRequest:
-        """Copy what the rows send to device memory, and return the
-        request that says so: a run of one step.
+        """Copy what the rows send to device memory.
+
+        Return the request that says so: a run of one step.
         """
         memory = self.transport.overlap_memory
         assert memory is not None

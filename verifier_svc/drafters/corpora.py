@@ -1,5 +1,6 @@
-"""The corpora of this verifier's drafters: passed on, and sent again
-to a drafter that lost them when it died.
+"""Pass on the corpora of this verifier's drafters.
+
+A drafter that died lost them, and gets them again.
 
 A drafter's own list says what it drafts from. The verifier also keeps what was added through it,
 four bytes a token, as long as it lives. So a drafter is disposable and gets back what it had.

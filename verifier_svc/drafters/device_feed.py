@@ -1,5 +1,6 @@
-"""Puts an ordinary step's results where a drafter on this
-GPU finds the results of overlapped steps.
+"""Feed an ordinary step's results to a drafter on this GPU.
+
+They go where it finds the results of overlapped steps.
 
 To the drafter such a step is a run of one step. The host knows its tokens and copies them. Hidden
 states go from where the target computed them to where the drafter reads them, and never to the
@@ -42,8 +43,9 @@ def _fits(row: DraftRow, layout: OverlapLayout) -> bool:
 
 
 def as_batch_rows(rows: Items[DraftRow], block_size: int) -> list[DraftRow]:
-    """Return the rows of a run's first request: what the drafter was sent
-    before, and the blocks that are new to it.
+    """Return the rows of a run's first request.
+
+    They name what the drafter was sent before, and the blocks that are new to it.
     """
     return [_as_batch_row(row, block_size) for row in rows]
 

@@ -1,5 +1,6 @@
-"""The device memory that a verifier on a GPU offers to drafters
-on the same GPU, for steps that overlap.
+"""Offer a GPU verifier's device memory to drafters on the same GPU.
+
+Steps overlap through it.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ class DeviceOffer(NamedTuple):
         )
 
     def in_process(self, drafter: Drafter, target: TargetInfo, needs: DrafterNeeds) -> OverlapMemory | None:
-        """Give memory to a drafter in this process, whose work
-        shares the verifier's stream, and return it.
+        """Give memory to a drafter in this process, and return it.
+
+        The drafter's work shares the verifier's stream.
 
         Called after the drafter's ``attach``. Returns None as ``layout`` does. Raises
         PreconditionError if the drafter names this device and takes no memory there.

@@ -22,8 +22,9 @@ class FinalUpdates:
         self._rows.append(row)
 
     def fetch(self) -> None:
-        """Copy the hidden states of queued rows to the host: the
-        next pass overwrites them on the device.
+        """Copy the hidden states of queued rows to the host.
+
+        The next pass overwrites them on the device.
         """
         for row in self._rows:
             for part in row.hidden:
@@ -34,8 +35,9 @@ class FinalUpdates:
         self._rows = [row for row in self._rows if row.new_tokens]
 
     def forget_slots(self, slots: Container[int]) -> None:
-        """Drop what is queued of batch slots whose new owners the drafter
-        is sent: it forgets the old ones by that.
+        """Drop what is queued for batch slots whose new owners the drafter is sent.
+
+        By that it forgets the old ones.
         """
         self._rows = [row for row in self._rows if row.slot not in slots]
         self._to_release = [slot for slot in self._to_release if slot not in slots]

@@ -1,5 +1,6 @@
-"""One drafter under its name, with what outlives an
-attachment: its number, its counters, its source.
+"""One drafter under its name.
+
+It holds what outlives an attachment: number, counters and source.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ class DrafterHandle:
 
     @property
     def has_model(self) -> bool:
-        """Whether the drafter computes drafts with a model,
-        which has a KV cache and takes milliseconds.
+        """Return whether the drafter computes drafts with a model.
+
+        A model has a KV cache and takes milliseconds.
         """
         return self.source.needs.blocks
 

@@ -1,5 +1,6 @@
-"""How a verifier attaches to a drafter in another process: what its
-requests need, the transport, its self-test.
+"""Attach a verifier to a drafter in another process.
+
+This covers what its requests need, the transport, and its self-test.
 """
 
 from __future__ import annotations
@@ -70,8 +71,10 @@ class Handshake:
     """Attaches to one drafter, again and again."""
 
     def __init__(self, terms: Terms, interrupts: Interrupts, arena_folder: Path | None) -> None:
-        """``arena_folder``: one that both sides see, for the
-        socket that hands over the arena; None: any.
+        """
+        Args:
+            arena_folder: both sides see it; the socket that hands over the arena is there. None:
+                any folder.
         """
         self._terms = terms
         self._interrupts = interrupts

@@ -59,8 +59,9 @@ class DrafterRegistry:
         await self._to_the_end(self._detach(name))
 
     async def _to_the_end(self, change: Coroutine[Any, Any, Result]) -> Result:
-        """Finish a change even if its caller goes away, so that no source
-        is left that is neither used nor closed.
+        """Finish a change even if its caller goes away.
+
+        So no source is left that is neither used nor closed.
         """
         return await asyncio.shield(asyncio.create_task(change))
 

@@ -1,5 +1,6 @@
-"""Draft requests: their rows, the shapes of the trees they ask for, and
-the kinds that need their own CUDA graphs.
+"""Draft requests: their rows, and the shapes of the trees they ask for.
+
+Some kinds need their own CUDA graphs.
 """
 
 from __future__ import annotations
@@ -207,8 +208,9 @@ def record_of(row: DraftRow) -> tuple[float, ...]:
 
 
 class RequestKind(NamedTuple):
-    """Decides which CUDA graphs a request needs: the first request
-    of a kind waits until they are captured.
+    """Decide which CUDA graphs a request needs.
+
+    The first request of a kind waits until they are captured.
 
     Sizes are rounded as they are for capture, so that there are few kinds.
 

@@ -71,8 +71,9 @@ class SentTokens:
         )
 
     def final_row(self, sequence: Sequence, captured: tuple[int, ...]) -> DraftRow | None:
-        """Return the last row of a sequence that is about to
-        end, or None if nothing was ever sent of it.
+        """Return the last row of a sequence that is about to end.
+
+        Return None if nothing was ever sent of it.
         """
         if self.length(sequence) == 0:
             return None
@@ -83,9 +84,7 @@ class SentTokens:
         return row
 
     def takes_long(self, num_tokens: int) -> bool:
-        """Return whether the drafter works on so many new
-        tokens for longer than anybody should wait.
-        """
+        """Return whether so many new tokens take the drafter longer than anybody should wait."""
         return self._needs.blocks and num_tokens > CATCH_UP_TOKENS
 
     def _sendable(self, sequence: Sequence) -> int:

@@ -1,5 +1,6 @@
-"""What the speculator needs of a drafter wherever it runs, and
-how long a failing drafter is left alone.
+"""Define what the speculator needs of a drafter wherever it runs.
+
+This also tells how long a failing drafter is left alone.
 """
 
 from __future__ import annotations
@@ -74,8 +75,9 @@ class DraftSource(ABC):
 
     @property
     def num_rejected(self) -> int:
-        """Drafts that were late or malformed, or never asked for
-        because the drafter was too late with others.
+        """Return how many drafts were late or malformed, or never asked for.
+
+        A draft is not asked for if the drafter was too late with others.
         """
         return self._counters.num_rejected
 

@@ -1,5 +1,6 @@
-"""How long an overlapped step may take until its draft counts
-as missed, by what such steps have taken.
+"""Decide how long an overlapped step may take until its draft counts as missed.
+
+Past steps are the measure.
 """
 
 from __future__ import annotations

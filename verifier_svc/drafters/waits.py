@@ -1,5 +1,6 @@
-"""How long one drafter is waited for, what its waits cost,
-and how much of that is still affordable.
+"""Decide how long to wait for one drafter.
+
+Learn what its waits cost, and how much of that is still affordable.
 """
 
 from __future__ import annotations
@@ -130,8 +131,9 @@ class DraftTimes:
         self._lines.setdefault(_exponent(num_rows), _Line()).observe(depth, seconds)
 
     def fade(self, num_rows: int, num_steps: int) -> None:
-        """Believe a wait less after steps of so many rows: one
-        disturbed wait must not end all others for good.
+        """Believe a wait less after steps of so many rows.
+
+        One disturbed wait must not end all others for good.
         """
         line = self._lines.get(_exponent(num_rows))
         if line is not None:

@@ -291,6 +291,8 @@ def context_tokens(config: ModelConfig, wanted: int) -> int:
 
 
 def _plain(dtype: torch.dtype) -> torch.dtype:
-    """Return a type of the same size that numpy and numba have: numpy has no bfloat16, numba no
-    float16."""
+    """Return a type of the same size that numpy and numba have.
+
+    numpy has no bfloat16, numba no float16.
+    """
     return torch.uint16 if dtype.itemsize == 2 else dtype

@@ -1,5 +1,6 @@
-"""Find the tokens that a request's grammar and token masks let
-follow its output, and a draft tree's nodes.
+"""Find the tokens that a request's grammar and token masks allow.
+
+They may follow its output, and a draft tree's nodes.
 """
 
 from __future__ import annotations

@@ -249,8 +249,9 @@ def _running_rank(sequence: Sequence) -> tuple[int, float]:
 
 
 def _waiting_rank(sequence: Sequence) -> tuple[int, bool]:
-    """Return a waiting sequence's place: by priority, then
-    resumed and preempted ones before new ones.
+    """Return a waiting sequence's place.
+
+    It goes by priority, then resumed and preempted sequences come before new ones.
     """
     has_run = sequence.submission.attempt > 0 or sequence.times.started_at is not None
     return sequence.submission.priority, not has_run

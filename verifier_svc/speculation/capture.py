@@ -34,8 +34,9 @@ class Capture:
         return bool(self.layers) and any(drafter.layers for drafter in self._routing.of(sequence))
 
     def num_rerun(self, sequence: Sequence) -> int:
-        """Return how many positions before the first computed
-        one must run again for their hidden states.
+        """Return how many earlier positions must run again for their hidden states.
+
+        They are those before the first computed one.
         """
         if not self.layers:
             return 0

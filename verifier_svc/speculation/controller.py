@@ -28,7 +28,7 @@ OTHER_BATCH = 1.25
 # Another shape must be better by this much. It must have been for so many steps since the last
 # change, unless the gain is large: a change costs about one step.
 LEAST_GAIN = 1.03
-# Plain decode is what drafts must not fall behind: they replace it for more and yield to it for less.
+# Drafts must not fall behind plain decode: they replace it for more and yield to it for less.
 GAIN_OVER_PLAIN, GAIN_OF_PLAIN = 1.04, 1.01
 LARGE_GAIN = 1.10
 STAY = 24
@@ -59,7 +59,7 @@ class Controller:
     ) -> None:
         """
         Args:
-            verify_s: measured seconds of the target's pass by rows; infinite where it cannot run them.
+            verify_s: measured seconds of the target's pass by rows; infinite if it cannot run them.
             limit_s: seconds that a step should take at most with its prompts.
             log: gets all that the controller learns and decides, for ``replay`` to decide the same.
         """

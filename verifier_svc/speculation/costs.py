@@ -1,5 +1,6 @@
-"""What steps cost: a plain one by its rows, and one with drafts,
-which adds waits for drafters and other work.
+"""Estimate what steps cost.
+
+A plain step costs by its rows; one with drafts adds waits for drafters and other work.
 
 For ordinary steps and look-ups. The controller of overlapped steps has its own
 estimates: ``shape_costs.py``.
@@ -27,8 +28,9 @@ HOLD_FOR = 16
 
 
 class StepCosts:
-    """Estimates the seconds of a step without prefill by its rows:
-    straight lines between and past measured counts.
+    """Estimate the seconds of a step without prefill by its rows.
+
+    Straight lines run between and past measured counts.
     """
 
     def __init__(self, measured: dict[int, float]) -> None:
@@ -49,8 +51,9 @@ class StepCosts:
         return max(seconds[left] + share * (seconds[right] - seconds[left]), seconds[0] * 0.5)
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """Move the curve towards a step that ran: at its
-        rows and above as much, below less and less.
+        """Move the curve towards a step that ran.
+
+        It moves as much at the step's rows and above, and less and less below.
 
         Contexts and other processes slow each row down. If a few rows showed it and more rows were
         believed to be as fast as ever, then rows beyond the few would look cheap.
@@ -111,14 +114,16 @@ class DraftCosts:
         return self._costs.estimate(batch)
 
     def step_s(self, num_rows: int) -> float:
-        """Return the seconds of an ordinary step of so many
-        decode rows, with waits as in the last one.
+        """Return the seconds of an ordinary step of so many decode rows.
+
+        Its waits are as in the last one.
         """
         return self._step_s(num_rows) + max(self._waited_s, 0.0)
 
     def best_rate(self, draft: Draft, batch: int) -> float:
-        """Return the speed of a draft's best part over plain decode,
-        if each of ``batch`` rows has one like it.
+        """Return the speed of a draft's best part over plain decode.
+
+        Each of ``batch`` rows is assumed to have one like it.
         """
         plain_s = self._step_s(batch)
         best, expected = 0.0, 0.0
@@ -132,8 +137,9 @@ class DraftCosts:
         return StepBase(batch, float(batch), self._waited_s)
 
     def best_counts(self, drafts: Sequence[Draft], base: StepBase, free: Sequence[int]) -> list[int]:
-        """Return how many nodes of each draft, with its
-        root, make a step fastest in tokens a second.
+        """Return how many nodes of each draft make a step fastest in tokens a second.
+
+        The root is one of them.
 
         The likeliest nodes of all drafts are taken first, as long as the step gains by them: a node
         must be worth what it costs the whole batch.
@@ -170,8 +176,9 @@ class DraftCosts:
         return seconds
 
     def observe_overhead(self, seconds: float, *, has_model: bool) -> None:
-        """Learn what a step took after the target's pass, and
-        whether it waited for a model meanwhile.
+        """Learn what a step took after the target's pass.
+
+        Also learn whether it waited for a model meanwhile.
         """
         overhead_s = max(seconds - self._waited_s, 0.0)
         known = self._overhead_s[has_model] or self._overhead_s[False] or overhead_s
@@ -183,8 +190,9 @@ class DraftCosts:
         self._costs.observe(num_rows, seconds)
 
     def relative(self, drafters: Sequence[DrafterHandle], batch: int) -> list[float]:
-        """Return costs by reach: a step in which ``batch`` rows verify
-        drafts of that reach, over a plain step.
+        """Return the cost of a step by reach, over a plain step.
+
+        In the step, ``batch`` rows verify drafts of that reach.
 
         ``drafters``: of one kind.
         """
@@ -201,8 +209,9 @@ class DraftCosts:
         return costs
 
     def best_plans(self, plans: Sequence[DraftPlan], batch: int) -> list[DraftPlan]:
-        """Return the plans, all of models, that make a step of
-        ``batch`` rows fastest in tokens a second.
+        """Return the plans that make a step of ``batch`` rows fastest in tokens a second.
+
+        All of them are models' plans.
 
         Those that promise most are taken first. All rows wait for the drafts, be
         they one row's or everybody's.
@@ -220,15 +229,17 @@ class DraftCosts:
         return [plan for _, plan in promised[:best]]
 
     def _drafted_step_s(self, drafters: Sequence[DrafterHandle], reach: int, num_rows: int, num_drafting: int) -> float:
-        """Return the seconds of a step of ``num_rows`` rows that waits
-        for drafts of ``num_drafting`` sequences.
+        """Return the seconds of a step of ``num_rows`` rows.
+
+        It waits for drafts of ``num_drafting`` sequences.
         """
         seconds = self._costs.estimate(num_rows) + self._overhead_s[drafters[0].has_model]
         return seconds + self.wait_s(drafters, reach, num_drafting)
 
     def wait_s(self, drafters: Sequence[DrafterHandle], reach: int, num_rows: int) -> float:
-        """Return the seconds that a step waits for drafts of so many
-        rows, from drafters that work side by side.
+        """Return the seconds that a step waits for drafts of so many rows.
+
+        The drafters work side by side.
         """
         return max(
             drafter.record.times.estimate(self._bounds.of_row(True, reach, reach).depth, num_rows)

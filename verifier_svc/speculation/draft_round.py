@@ -1,5 +1,6 @@
-"""One round of drafting: the drafters of one kind, asked
-side by side for the trees of the next step.
+"""One round of drafting.
+
+It asks the drafters of one kind side by side for the trees of the next step.
 """
 
 from __future__ import annotations
@@ -162,8 +163,9 @@ class DraftRound(ABC):
 
 
 class LookupRound(DraftRound):
-    """The round of look-up drafters, which have no model: they answer in
-    microseconds, so it ends where it begins.
+    """The round of look-up drafters, which have no model.
+
+    They answer in microseconds, so it ends where it begins.
     """
 
     has_model = False
@@ -204,8 +206,9 @@ class LookupRound(DraftRound):
 
 
 class ModelRound(DraftRound):
-    """The round of drafters with a model, which take milliseconds:
-    they are asked now, and collected later.
+    """The round of drafters with a model, which take milliseconds.
+
+    They are asked now, and collected later.
     """
 
     has_model = True

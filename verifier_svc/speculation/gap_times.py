@@ -11,8 +11,9 @@ GAP_SMOOTHING, MOST_GAP_RATIO = 0.05, 4.0
 
 
 class StepGaps:
-    """The gaps before steps with prompts, which take the host
-    longer to launch, and before all others.
+    """The gaps before steps with prompts, and before all others.
+
+    The host takes longer to launch prompts.
     """
 
     def __init__(self) -> None:
@@ -35,8 +36,9 @@ class GapTimes:
         self._means: dict[int, tuple[float, int]] = {}
 
     def seconds(self, batch: int) -> float:
-        """Return the gap with ``batch`` sequences: that of
-        the nearest batch size that was measured.
+        """Return the gap with ``batch`` sequences.
+
+        It is that of the nearest batch size that was measured.
         """
         if not self._means:
             return FIRST_GAP_S

@@ -29,8 +29,9 @@ LEAST_CHANCE = 1e-3
 
 
 def best_reach(acceptance: float, most: int, relative_costs: Sequence[float]) -> tuple[int, float]:
-    """Return the chain length, at most ``most``, with the most tokens a
-    second, and its speed over plain decode.
+    """Return the chain length, at most ``most``, with the most tokens a second.
+
+    Also return its speed over plain decode.
 
     Returns (0, 1.0) where plain decode is faster than any.
     ``relative_costs``: as ``Gate.num_tokens``.
@@ -102,8 +103,9 @@ class Gate:
         return min(PROBE_TOKENS, most)
 
     def observe(self, num_accepted: int, depth: int) -> None:
-        """Learn from a step that drafted to ``depth`` >= 1
-        and accepted ``num_accepted`` of its path.
+        """Learn from a step that drafted to ``depth`` >= 1.
+
+        The step accepted ``num_accepted`` of its path.
         """
         self._has_begun = True
         self._accepted = self._accepted * MEMORY + num_accepted
@@ -132,8 +134,9 @@ class Gate:
         return True
 
     def pass_steps(self, count: int) -> None:
-        """Count steps without a call of ``num_tokens``: pauses, and
-        the time to the next probe, are in steps.
+        """Count steps without a call of ``num_tokens``.
+
+        Pauses, and the time to the next probe, are in steps.
         """
         paused = min(self._pause, count)
         self._pause -= paused

@@ -74,8 +74,9 @@ class Lookups:
 
     @property
     def are_due(self) -> bool:
-        """Return whether the next step must wait for look-ups,
-        which need the tokens of all steps in flight.
+        """Return whether the next step must wait for look-ups.
+
+        They need the tokens of all steps in flight.
         """
         return bool(self._plans)
 
@@ -87,8 +88,9 @@ class Lookups:
         return self._round.max_nodes if most is None else min(self._round.max_nodes, 1 + most)
 
     def prepare(self, joined: Items[Sequence], joining: Items[Sequence], *, has_prompts: bool) -> None:
-        """Do what needs no tokens of the step in flight: send prompts,
-        scout, and plan the look-ups of the next step.
+        """Do what needs no tokens of the step in flight.
+
+        This sends prompts, scouts, and plans the look-ups of the next step.
 
         Args:
             joined: the sequences that have a batch row.
@@ -114,8 +116,9 @@ class Lookups:
         self._round.send(scouts, prompts, [s for s in asking if s not in known], least=SEND_BEHIND)
 
     def _pay(self, plans: list[DraftPlan]) -> bool:
-        """Return whether look-ups promise more than a late launch
-        costs: what it is later than a model's drafts.
+        """Return whether look-ups promise more than a late launch costs.
+
+        The cost is the time by which it is later than a model's drafts.
         """
         if not plans:
             return False
@@ -132,8 +135,9 @@ class Lookups:
         return self._gaps.seconds(batch, has_prompts=self._has_prompts)
 
     def _gain_s(self, plans: list[DraftPlan]) -> float:
-        """Return the seconds in which the batch would make the tokens
-        that look-ups promise beyond the model's.
+        """Return the seconds in which the batch would make the look-ups' extra tokens.
+
+        These are what look-ups promise beyond the model's tokens.
         """
         drafting, batch = self._drafting, self._batch
         extra = sum(max(self._tokens(plan) - self._model_tokens(plan.sequence), 0.0) for plan in plans)
@@ -147,8 +151,9 @@ class Lookups:
         return sum(chance**level for level in range(plan.reach + 1))
 
     def _model_tokens(self, sequence: Sequence) -> float:
-        """Return the tokens that a step with the model's tree
-        should yield where a look-up finds something.
+        """Return the tokens that a step with the model's tree should yield.
+
+        The step is one in which a look-up finds something.
         """
         expected = self._drafting.expected_tokens(sequence)
         return self._model_yield.tokens(expected, 1 + self._drafting.shape_of(sequence).depth)
@@ -192,8 +197,9 @@ class Lookups:
     def _chosen(
         self, drafts: dict[int, Draft], batch_rows: Items[BatchRow | None], *, is_drafted: bool
     ) -> dict[int, Draft]:
-        """Return the drafts that promise more than the model's,
-        with the nodes that are worth their rows.
+        """Return the drafts that promise more than the model's.
+
+        They have only the nodes that are worth their rows.
         """
         drafting = self._drafting
         taken = [(index, batch_row) for index, batch_row in enumerate(batch_rows) if batch_row is not None]

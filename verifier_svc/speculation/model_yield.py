@@ -41,8 +41,9 @@ class ModelYield:
         return is_compared
 
     def observe(self, num_tokens: int, expected: float) -> None:
-        """Learn from a row that got ``num_tokens`` by the model's
-        tree, where all rows' mean is ``expected``.
+        """Learn from a row that got ``num_tokens`` by the model's tree.
+
+        The mean of all rows is ``expected``.
         """
         self._ratios = self._ratios * MEMORY + num_tokens / expected
         self._weights = self._weights * MEMORY + 1

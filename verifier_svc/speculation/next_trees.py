@@ -41,8 +41,9 @@ class NextTrees:
         self._drafts = {key: draft for key, draft in self._drafts.items() if drafter not in draft.sources}
 
     def choose(self, found: Found, batch: int) -> None:
-        """Merge the drafts of each row and keep the nodes with which
-        ``batch`` rows make the most tokens a second.
+        """Merge the drafts of each row and keep the best nodes.
+
+        With these, ``batch`` rows make the most tokens a second.
 
         Trees of a fixed shape keep all their nodes.
         """
@@ -61,8 +62,9 @@ class NextTrees:
         self._drafts = {key: draft for key, draft in drafts.items() if draft.tree.num_nodes > 1}
 
     def _cut(self, drafts: dict[Key, Draft], fixed: set[Key], batch: int) -> dict[Key, Draft]:
-        """Return the drafts without the nodes that are not worth
-        their rows; those in ``fixed`` as they are.
+        """Return the drafts without the nodes that are not worth their rows.
+
+        Drafts in ``fixed`` stay as they are.
         """
         base = self._costs.base(batch)
         free = []

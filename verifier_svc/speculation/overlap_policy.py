@@ -1,5 +1,6 @@
-"""Decide whether steps overlap with the host's work, who
-drafts in them, and why not where they do not.
+"""Decide whether steps overlap with the host's work, and who drafts in them.
+
+Where they do not overlap, say why.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ class OverlapPolicy:
         self.controllers = controllers
 
     def drafting(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> OverlapDrafting | OverlapBlock:
-        """Return who drafts while steps overlap: one model on the
-        target's GPU, or nobody; else what prevents it.
+        """Return who drafts while steps overlap, or what prevents the overlap.
+
+        One model on the target's GPU drafts, or nobody.
 
         Look-up drafters are asked beside it (Lookups).
 

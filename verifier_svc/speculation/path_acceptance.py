@@ -104,8 +104,9 @@ class PathAcceptance:
         self._known.clear()
 
     def tokens(self, shape: Shape, *, at_least: float = 0.0) -> float:
-        """Return the tokens that a row of this shape yields a step, if
-        each level holds with this chance or more.
+        """Return the tokens that a row of this shape yields a step.
+
+        ``at_least``: the least chance with which each level holds.
         """
         if shape.depth == 0 or shape.nodes == 1:
             return 1.0
@@ -146,8 +147,9 @@ class PathAcceptance:
         return [1 - min(max((1 - chance) * share, 1 - SURELY), 1.0) for chance in self.chances(self._latest)]
 
     def _shared_guesses(self, family: Shape) -> list[float]:
-        """Return the chances of a chain with a budget that follow from
-        the chain's: all are lower by one factor.
+        """Return the chances of a chain with a budget.
+
+        They follow from the chain's: all are lower by one factor.
         """
         chances = self.chances(_CHAINS)
         reached = list(accumulate(chances[: family.depth], operator.mul))
@@ -161,8 +163,9 @@ class PathAcceptance:
         return [chance * high for chance in chances]
 
     def _share(self, family: Shape) -> float:
-        """Return a shape's misses over a chain's: until measured, a tree's
-        fall with the root of its nodes a level.
+        """Return a shape's misses over a chain's.
+
+        Until measured, a tree's misses fall with the root of its nodes a level.
         """
         if is_chain(family):
             return 1.0
@@ -175,8 +178,9 @@ class PathAcceptance:
         return math.sqrt(family.depth / (family.nodes - 1))
 
     def _change_latest(self, family: Shape) -> None:
-        """Learn how the misses of the latest shape compare with those of
-        the one before, then begin with this one.
+        """Learn how the latest shape's misses compare with the shape's before.
+
+        Then begin with this one.
         """
         if self._before is not None and self._expected_misses > 0:
             former = self._before[0]

@@ -1,5 +1,6 @@
-"""What a step of a shape takes: the target's pass over its rows, which was
-measured, and the rest, which is learned.
+"""Estimate what a step of a shape takes.
+
+The target's pass over its rows was measured, and the rest is learned.
 
 The rest is one line for all shapes of a batch size, and a small part of each shape's own:
 
@@ -109,8 +110,9 @@ class ShapeCosts:
         return 1.0 if self._latest is None else max(float(self._latest.mean[_FACTOR]), 0.0)
 
     def estimate(self, shape: Shape, batch: int) -> float:
-        """Return the seconds of a step in which ``batch`` rows
-        verify trees of this shape, without prompts.
+        """Return the seconds of a step without prompts.
+
+        ``batch`` rows verify trees of this shape.
         """
         verify_s = self.verify(batch * shape.rows)
         if not math.isfinite(verify_s):
@@ -133,8 +135,9 @@ class ShapeCosts:
         return seconds
 
     def _new_fit(self, batch: int) -> _Fit:
-        """Return what is believed at a batch size where no step was
-        measured: what the nearest one has shown.
+        """Return what is believed at a batch size where no step was measured.
+
+        It is what the nearest one has shown.
         """
         bucket, verify_s = batch_bucket(batch), self.verify(batch)
         nearest = min(self._fits, key=lambda other: abs(other - bucket), default=None)

@@ -1,5 +1,6 @@
-"""The policy of speculation: which rows draft, how wide, whom they
-wait for, and when plain decode is best.
+"""The policy of speculation.
+
+It decides which rows draft, how wide, whom they wait for, and when plain decode is best.
 
 Look-up drafters answer in microseconds: they are asked first, right after a step's tokens are
 known, and waited for at once. Drafters with a model are asked next; where the server chooses for
@@ -186,8 +187,9 @@ class Speculator:
             self.hidden_states.forget_sent(sequence)
 
     def _is_served(self, plan: DraftPlan, batch: int) -> bool:
-        """Return whether a row for which the server chooses has a
-        draft that promises as much as the model's.
+        """Return whether a row has a draft that promises as much as the model's.
+
+        It is a row for which the server chooses.
         """
         found = self._found.get(plan.key)
         if found is None or plan.sequence.speculation.drafter != AUTO or plan.bounds.is_fixed:

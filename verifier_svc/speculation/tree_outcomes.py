@@ -1,5 +1,6 @@
-"""Learn from what became of drafted trees: the acceptance of
-rows and drafters, and drafters' counters.
+"""Learn from what became of drafted trees.
+
+This keeps the acceptance of rows and drafters, and drafters' counters.
 """
 
 from __future__ import annotations

@@ -239,8 +239,10 @@ def _embed(args: Any, operation: Any, table: Any, team: Any) -> None:
 
 @emitted
 def _widen(_typing: Any, value: Any) -> Any:
-    """Return a float32 as it is; convert bfloat16 bits (uint16) or float16 bits (int16) to
-    float32."""
+    """Convert bfloat16 bits (uint16) or float16 bits (int16) to float32.
+
+    Return a float32 as it is.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if signature.args[0] == types.float32:

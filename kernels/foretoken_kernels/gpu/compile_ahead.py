@@ -34,7 +34,8 @@ def compiling_ahead() -> Iterator[None]:
 
 
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
-    """Return what launches a kernel with its arguments, or within
-    ``compiling_ahead`` compiles it for them.
+    """Return what launches a kernel with its arguments.
+
+    Within ``compiling_ahead`` it compiles the kernel for these arguments.
     """
     return functools.partial(kernel.warmup, grid=grid) if _is_ahead.get() else kernel[grid]

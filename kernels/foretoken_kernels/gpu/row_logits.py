@@ -88,8 +88,9 @@ class LogitsRow(NamedTuple):
 
 @triton.jit
 def row_logits(first_id, at, TOKENS: tl.constexpr):
-    """Return float32 [TOKENS] processed logits of a LogitsRow from ``first_id`` on, -inf from
-    ``vocab_limit`` on.
+    """Return a LogitsRow's processed logits from ``first_id`` on, float32 [TOKENS].
+
+    They are -inf from ``vocab_limit`` on.
 
     They are divided by the temperature if it is above 0.
     """

@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Divide the rows of an overlapped step among its sequences: the
-best drafted nodes of the batch get them.
+"""Divide the rows of an overlapped step among its sequences.
+
+The best drafted nodes of the batch get them.
 """
 
 from __future__ import annotations
