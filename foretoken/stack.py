@@ -174,8 +174,11 @@ def ready_text(
     option = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
     key_header = f' -H "authorization: Bearer ${KEY_VARIABLE}"' if needs_key else ""
     imports, client_key = ("import os\n", f'os.environ["{KEY_VARIABLE}"]') if needs_key else ("", '"none"')
-    # A certificate that no public authority has signed is its own root.
-    exports = {CA_VARIABLE: certfile and shlex.quote(str(certfile)), KEY_VARIABLE: needs_key and "YOUR_KEY"}
+    # A certificate that no public authority has signed is its own root. curl may be told of other
+    # roots by variables of its own.
+    root = certfile and shlex.quote(str(certfile))
+    root_option = f" --cacert {root}" if root else ""
+    exports = {CA_VARIABLE: root, KEY_VARIABLE: needs_key and "YOUR_KEY"}
     lines = "".join(f"\n  export {name}={value}" for name, value in exports.items() if value)
     return f"""
 foretoken is ready: {model} at {url} (OpenAI REST) and {host}:{grpc_port} (gRPC). Ctrl-C stops it.
@@ -183,7 +186,7 @@ foretoken is ready: {model} at {url} (OpenAI REST) and {host}:{grpc_port} (gRPC)
 In another terminal:{lines}
   {program} complete {shlex.quote(_EXAMPLE_PROMPT.strip())} --temperature 0{option}
 
-  curl -N {url}/v1/completions{key_header} -H 'content-type: application/json' -d {shlex.quote(body)}
+  curl -N{root_option} {url}/v1/completions{key_header} -H 'content-type: application/json' -d {shlex.quote(body)}
 
 In Python ({_pip(program)} install openai):
 

@@ -74,7 +74,9 @@ async def test_whole_answer(stack: Stack) -> None:
     behind_first = num_tokens - len(stack.ids("hel"))
     assert len(stack.ids("hel")) > 1
     assert body["metrics"]["generation_time_ms"] == pytest.approx(behind_first * body["metrics"]["mean_itl_ms"])
-    assert body["metrics"]["tokens_per_second"] == pytest.approx(1e3 / body["metrics"]["mean_itl_ms"])
+    # The verifier took 3.5 ms: tokens that arrive together were no faster than that.
+    slowest_ms = max(body["metrics"]["mean_itl_ms"], 3.5 / (num_tokens - 1))
+    assert body["metrics"]["tokens_per_second"] == pytest.approx(1e3 / slowest_ms)
     (sequence,) = stack.verifier.submitted
     assert list(sequence.prompt_token_ids) == stack.ids("def add")
     assert (sequence.sampling.seed, sequence.sampling.max_tokens, sequence.choice_index) == (7, 50, 0)
