@@ -2,13 +2,13 @@
 
     python -m benchmarks.prefill_budget [--streams 16 64 256] [--limits 0 60 40 30] [--token-us 20]
 
-The budget is the server's own (verifier_svc/scheduling/prefill_budget.py). The costs are those of
-an H200 with a model of the 8B shape and its EAGLE-3 head, as docs/gpu-steps.md has them;
-``--token-us`` is what a prompt token really takes, where 18 were measured at start. Steps are
-noisy, and one in 200 takes twice as long. Each stream sends its next request as soon as the last
-one has ended; prompts have 200 to 400 tokens, 192 tokens are written. Columns: output tokens a
-second; ms between two chunks of a stream, p50, p99 and longest; ms to the first token, p50 and p99;
-the mean batch; prompt tokens of a step that had some.
+The budget is the server's own (verifier_svc/scheduling/prefill_budget.py). Steps cost what they do
+on an H200 with a model of the 8B shape and its EAGLE-3 head (docs/gpu-steps.md); ``--token-us`` is
+what a prompt token really takes, where 18 were measured at start. Steps are noisy, and one in 200
+takes twice as long. Each stream sends its next request as soon as the last one has ended; prompts
+have 200 to 400 tokens, 192 tokens are written. Columns: output tokens a second; ms between two
+chunks of a stream, p50, p99 and longest; ms to the first token, p50 and p99; the mean batch; prompt
+tokens of a step that had some.
 """
 
 from __future__ import annotations

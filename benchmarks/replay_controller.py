@@ -1,7 +1,8 @@
 """Replay the log of a controller: ``python3 -m benchmarks.replay_controller LOG``.
 
-Prints one line each time the shape changes, with the figures behind it, and how many decisions were
-others than logged. The exit code is 1 if some were: the code has changed, or the log is not whole.
+It prints a line for each change of the shape, with the figures behind it, and then the number of
+decisions that differ from the log. The exit code is 1 if one differs: the code has changed, or the
+log is not whole.
 """
 
 from __future__ import annotations

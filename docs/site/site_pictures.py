@@ -318,9 +318,7 @@ def recorded(url: str) -> dict[str, Any]:
 
 
 def _interest(tree: dict[str, Any]) -> tuple[bool, int, int]:
-    """Prefer trees of which a part was accepted, then those
-    with more different tokens and branches.
-    """
+    """Return a rank that prefers partly accepted trees, then different tokens, then branches."""
     parents: Iterable[int] = tree["parents"]
     branches = len(tree["parents"]) - len(set(parents))
     return len(tree["accepted"]) in (3, 4), len(set(tree["token_texts"])), branches

@@ -90,9 +90,9 @@ class DraftStages:
         return stage
 
     def warm_up(self) -> None:
-        """Compile the kernels, over memory that nobody uses yet.
+        """Compile the kernels by running them in memory that nobody uses yet.
 
-        What is written there is stamped as no step's.
+        What they write belongs to no step.
         """
         # Chains: wider trees share the kernels of ordinary requests.
         layout, shapes = self.memory.layout, self.requested.shapes

@@ -184,8 +184,8 @@ class DeviceLevels:
         self.vocabulary = vocabulary_of(model, target)
         self._scale = scale
         ids = self.vocabulary.target_ids
-        # By rows. Growths run one at a time, so those of all shapes share them: with a large
-        # vocabulary they are most of the levels' memory.
+        # By rows. All shapes share a workspace, because one growth runs at a time. With a large
+        # vocabulary, workspaces are most of the levels' memory.
         self._workspaces: dict[int, OfferWorkspace] = {}
         self._target_ids = torch.from_numpy(ids).to(device) if len(ids) else None
 

@@ -131,9 +131,9 @@ class OverlappedDraft:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile the kernels, over memory that nobody uses yet.
+        """Compile the kernels by running them in memory that nobody uses yet.
 
-        What is written there is stamped as no step's.
+        What they write belongs to no step.
         """
         self._stages.warm_up()
         self._prompts.warm_up()

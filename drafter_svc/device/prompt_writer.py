@@ -122,7 +122,7 @@ class PromptWriter:
                 self._rows.revoke(extension)
 
     def warm_up(self) -> None:
-        """Compile the kernels, over memory that nobody uses yet."""
+        """Compile the kernels by running them in memory that nobody uses yet."""
         target, sizes, model = self._target, self._sizes, self._levels.model
         most = min(self._memory.layout.prompt_rows, sizes.rows, target.max_model_len)
         widths = {min(width, sizes.blocks) for width in (*PROMPT_WIDTHS, sizes.blocks)}

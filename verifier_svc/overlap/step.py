@@ -73,7 +73,7 @@ class OverlappedStep:
         self._kernels = OverlapKernels(runner, walker, memory, self.batch_rows.state, simulated)
         self._parts = StepParts(self._kernels, graphs=graphs and self._is_cuda)
         self._stages = StepStages(runner, walker, self._parts)
-        # The stage of the last launched step.
+        # The stage whose rows were laid out last. None: the next step lays out its rows anew.
         self._stage: Stage | None = None
         # Prompts that wait for the next step's pass.
         self._joined_sizes = JoinedSizes(runner.sizes, max_batch_rows, memory.layout.nodes)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections import deque
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 from verifier_svc.drafters.step_deadlines import StepDeadlines
@@ -33,16 +34,15 @@ class OverlapWait:
         self.deadlines = deadlines
         self.is_lost = False
 
-    def until(self, is_there: Callable[[], bool], in_flight: Iterable[StepFacts], read_at: float) -> bool:
+    def until(self, is_there: Callable[[], bool], in_flight: deque[StepFacts], read_at: float) -> bool:
         """Wait for something of the oldest step. Return False if it had to go on without its trees.
 
         Args:
             in_flight: the steps in flight, oldest first.
             read_at: when the step before was read, in seconds of time.perf_counter().
         """
-        steps = list(in_flight)
-        kind = steps[0].kind
-        deadline = read_at + self.deadlines.seconds(kind) + _TOKEN_S * sum(each.num_prompt_rows for each in steps)
+        kind = in_flight[0].kind
+        deadline = read_at + self.deadlines.seconds(kind) + _TOKEN_S * sum(each.num_prompt_rows for each in in_flight)
         while not is_there():
             if self._drafting.drafter is not None and (self.is_lost or not self._is_alive(deadline, kind)):
                 # Repeat it: a drafter that resumes late may overwrite the release.

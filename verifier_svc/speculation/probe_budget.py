@@ -29,7 +29,7 @@ def probe_steps(batch: int) -> int:
 
 
 class ProbeBudget:
-    """Used by the engine thread alone."""
+    """Says when a probe may run, and what it may cost. Only the engine thread uses it."""
 
     def __init__(self, speeds: ShapeSpeeds) -> None:
         """``speeds``: what a probe's steps take and yield."""

@@ -50,7 +50,7 @@ class Forecast(NamedTuple):
 
 
 class ShapeSpeeds:
-    """Used by the engine thread alone."""
+    """Predicts how fast a batch is in each shape. Only the engine thread uses it."""
 
     def __init__(
         self,
