@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,71 +12,21 @@ import torch
 
 from drafter_svc.device import device_wait, draft_stages
 from drafter_svc.device.draft_run import DraftRun
-from drafter_svc.model.head import HeadDrafter
-from drafter_svc.model.placement import ON_CPU, ModelPlacement
-from drafter_svc.model.standalone import StandaloneDrafter
+from drafter_svc.model.placement import ON_CPU
 from drafter_svc.trees import passes as draft_passes
 from foretoken.drafter import DraftsOverlapped
-from foretoken.drafting import TargetInfo
 from foretoken.errors import PreconditionError
 from foretoken.kv_cache import KVCache
-from foretoken.models.backend import Backend
 from foretoken.models.device_journal import DeviceJournal
 from foretoken.overlap_memory import OverlapLayout, OverlapMemory, StreamOrder
 from tests.references.head_files import (
-    HIDDEN,
-    NUM_LAYERS,
     VOCAB,
-    eagle3_files,
-    eagle_files,
-    mimo_target,
-    random_target,
-    write_folder,
 )
-from tests.support.overlap_play import BATCH_ROWS, NODES, NUM_BLOCKS, TOKENS, Play, Text, Tree, assert_same, trees_of
-from tests.support.paged_draft import Row, request_of, target_info
-from tests.support.tiny_checkpoint import save_llama
+from tests.support.overlap_play import NODES, NUM_BLOCKS, TOKENS, Play, Text, Tree, assert_same, trees_of
+from tests.support.overlapped_drafters import KINDS, make, on
+from tests.support.paged_draft import Row, request_of
 
-KINDS = ["EAGLE", "EAGLE3", "MTP", "STANDALONE"]
 TEMPERATURE = {"temperature": 0.8, "top_k": 40, "top_p": 0.95}
-
-
-def make(kind: str, folder: Path, placement: ModelPlacement) -> tuple[HeadDrafter | StandaloneDrafter, TargetInfo, int]:
-    """Return a drafter, its target, and the width of its hidden states."""
-    target = folder / "target"
-    sizes: dict[str, Any] = {"max_slots": BATCH_ROWS + 2, "max_nodes": NODES, "num_blocks": NUM_BLOCKS}
-    sizes |= {"checkpoint": str(target), "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": NUM_LAYERS}
-    if kind == "STANDALONE":
-        save_llama(target, vocab_size=64)
-        return StandaloneDrafter(target, placement=placement), target_info(**(sizes | {"vocab_size": 64})), 0
-    if kind.startswith("MTP"):
-        mimo_target(target, int(kind[3:] or 1))
-        return HeadDrafter("MTP", None, placement=placement), target_info(**sizes), HIDDEN
-    random_target(target)
-    is_eagle3 = kind == "EAGLE3"
-    write_folder(folder / "head", *(eagle3_files() if is_eagle3 else eagle_files()))
-    drafter = HeadDrafter("EAGLE3" if is_eagle3 else "EAGLE", folder / "head", placement=placement)
-    return drafter, target_info(**sizes), 3 * HIDDEN if is_eagle3 else HIDDEN
-
-
-def on(device: str) -> ModelPlacement:
-    """Return the placement; the interpreter needs no compilation."""
-    return ModelPlacement(
-        Backend("gpu", torch.device(device)), torch.float32, graphs=device == "cuda", warm=device == "cuda"
-    )
-
-
-@pytest.fixture(scope="module")
-def plays(tmp_path_factory: pytest.TempPathFactory, device: str) -> Callable[[str], Play]:
-    """Return a function that gives the play of a kind; each drafter is attached once."""
-
-    @cache
-    def attached(kind: str) -> Play:
-        drafter, target, width = make(kind, tmp_path_factory.mktemp("drafter"), on(device))
-        drafter.attach(target, None)
-        return Play(drafter, device, vocab=target.vocab_size, width=width)
-
-    return attached
 
 
 @pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.slow) for kind in ("EAGLE3", "STANDALONE")])

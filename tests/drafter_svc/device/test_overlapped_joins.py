@@ -4,29 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
 from drafter_svc.device import prompt_writer
-from tests.drafter_svc.device.test_overlapped_draft import KINDS, make, on
 from tests.support.overlap_play import Play, Text, Tree, assert_same
+from tests.support.overlapped_drafters import KINDS
 
 # The tree of an empty batch row.
 EMPTY: Tree = ([0], [-1], [0.0])
-
-
-@pytest.fixture(scope="module")
-def plays(tmp_path_factory: pytest.TempPathFactory, device: str) -> Callable[[str], Play]:
-    """Return a function that gives the play of a kind; each drafter is attached once."""
-
-    @cache
-    def attached(kind: str) -> Play:
-        drafter, target, width = make(kind, tmp_path_factory.mktemp("drafter"), on(device))
-        drafter.attach(target, None)
-        return Play(drafter, device, vocab=target.vocab_size, width=width)
-
-    return attached
 
 
 @pytest.fixture(params=["EAGLE3", pytest.param("STANDALONE", marks=pytest.mark.slow)])

@@ -13,8 +13,9 @@ import torch
 from drafter_svc.device import draft_stages, usual_captures
 from drafter_svc.device.levels import TreeShape
 from foretoken.drafting import TreeLimits
-from tests.drafter_svc.device.test_overlapped_draft import check_run, make, on
+from tests.drafter_svc.device.test_overlapped_draft import check_run
 from tests.support.overlap_play import BATCH_ROWS, NUM_BLOCKS, Play, Text
+from tests.support.overlapped_drafters import make, on
 
 TREES = TreeLimits(1, 1), TreeLimits(2, 2)
 # Numbers of batch rows; with and without a filter; table widths.
