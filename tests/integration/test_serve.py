@@ -72,7 +72,8 @@ def test_a_server_with_keys_and_certificates_starts_and_reloads(checkpoint: Path
     environment = {**ENVIRONMENT, "FORETOKEN_API_KEY": own}
     with running(checkpoint, tmp_path / "log", *flags, environment=environment) as stack:
         url = f"https://127.0.0.1:{stack.port}"
-        assert f'curl -N {url}/v1/completions -H "authorization: Bearer $FORETOKEN_API_KEY"' in stack.ready_text
+        curl = f"curl -N --cacert {server.chain} {url}/v1/completions"
+        assert f'{curl} -H "authorization: Bearer $FORETOKEN_API_KEY"' in stack.ready_text
         assert f"export SSL_CERT_FILE={server.chain}" in stack.ready_text
         with httpx.Client(
             base_url=url, verify=ssl.create_default_context(cafile=authority.certificate), timeout=None, trust_env=False

@@ -19,10 +19,8 @@ from triton.runtime.jit import JITFunction
 from drafter_svc.model.placement import ModelPlacement
 from drafter_svc.trees.passes import scratch_batch
 from foretoken.models.backend import Backend
-from tests.drafter_svc.device import test_overlapped_draft
-from tests.support import overlap_play
-
-BATCH_ROWS, NUM_BLOCKS, PROMPT_ROWS = 16, 400, 64
+from tests.support.overlap_play import Play, PlaySizes, Text
+from tests.support.overlapped_drafters import make
 
 
 class Compilations:
@@ -64,22 +62,19 @@ def main(folder: Path, depth: int, branches: int) -> None:
     found = Compilations()
     JITFunction.run = lambda kernel, *arguments, **options: found.launch(kernel, *arguments, **options)
     nodes = 1 + depth * branches
-    overlap_play.PROMPT_ROWS = PROMPT_ROWS
-    overlap_play.TOKENS, overlap_play.NODES, overlap_play.BATCH_ROWS = depth + 1, nodes, BATCH_ROWS
-    test_overlapped_draft.NODES, test_overlapped_draft.BATCH_ROWS = nodes, BATCH_ROWS
-    overlap_play.NUM_BLOCKS = test_overlapped_draft.NUM_BLOCKS = NUM_BLOCKS
+    sizes = PlaySizes(tokens=depth + 1, nodes=nodes, batch_rows=16, prompt_rows=64, num_blocks=400)
     placement = ModelPlacement(Backend("gpu", torch.device("cpu")), torch.float32, graphs=False, warm=True)
-    drafter, target, width = test_overlapped_draft.make("EAGLE3", folder, placement)
+    drafter, target, width = make("EAGLE3", folder, placement, sizes)
     found.phase = "attach"
     # Room for a block table as wide as long contexts need.
     drafter.attach(replace(target, max_model_len=1200), None)
-    play = overlap_play.Play(drafter, "cpu", vocab=target.vocab_size, width=width)
+    play = Play(drafter, "cpu", vocab=target.vocab_size, width=width, sizes=sizes)
     found.phase = "drafts"
     # Trees have fewer levels where sequences end.
     for levels in range(depth, 0, -1):
         shape = {"max_depth": levels, "max_branches": branches, "max_nodes": nodes}
-        for count in (1, 2, 3, 6, 12, BATCH_ROWS):
-            play.begin([overlap_play.Text(5, (1, 2), number, options=shape) for number in range(count)], count)
+        for count in (1, 2, 3, 6, 12, sizes.batch_rows):
+            play.begin([Text(5, (1, 2), number, options=shape) for number in range(count)], count)
             play.prompts()
             play.send(0)
             drafter.draft(play.request(1, begins=True, is_last=False))

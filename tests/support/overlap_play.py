@@ -15,11 +15,27 @@ from foretoken.drafting import DeviceStep, DraftBatch, DraftRequest
 from foretoken.overlap_memory import OverlapLayout, OverlapMemory, StreamOrder
 from tests.support.paged_draft import BLOCK, Row, hidden_state, request_of
 
-# Tokens of one step at most, nodes of a tree, sequences of a step.
-TOKENS, NODES, BATCH_ROWS = 3, 6, 4
-# Hidden states of one prefill pass at most.
-PROMPT_ROWS = 14
-NUM_BLOCKS = 96
+
+@dataclass(frozen=True)
+class PlaySizes:
+    """What a drafter and its memory hold.
+
+    Attributes:
+        tokens: committed by a sequence in one step, at most.
+        nodes: of a tree.
+        batch_rows: sequences of a step.
+        prompt_rows: hidden states of one prefill pass, at most.
+        num_blocks: of the KV cache.
+    """
+
+    tokens: int = 3
+    nodes: int = 6
+    batch_rows: int = 4
+    prompt_rows: int = 14
+    num_blocks: int = 96
+
+
+SIZES = PlaySizes()
 
 # Tokens, parents and scores.
 Tree = tuple[list[int], list[int], list[float]]
@@ -70,9 +86,9 @@ class Text:
 class Play:
     """A drafter on a device, its memory, and the texts of the moment."""
 
-    def __init__(self, drafter: ModelDrafter, device: str, *, vocab: int, width: int) -> None:
-        self.drafter, self.device, self.vocab, self.width = drafter, device, vocab, width
-        layout = OverlapLayout(BATCH_ROWS, TOKENS, NODES, width, torch.float32, PROMPT_ROWS)
+    def __init__(self, drafter: ModelDrafter, device: str, *, vocab: int, width: int, sizes: PlaySizes = SIZES) -> None:
+        self.drafter, self.device, self.vocab, self.width, self.sizes = drafter, device, vocab, width, sizes
+        layout = OverlapLayout(sizes.batch_rows, sizes.tokens, sizes.nodes, width, torch.float32, sizes.prompt_rows)
         whole = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         self.memory = OverlapMemory.over(whole, layout)
         self.order = RecordingOrder()
@@ -90,7 +106,7 @@ class Play:
 
         ``slots``: their batch slots, by default 0, 1, ... A later text is the slot's next sequence.
         """
-        self.drafter.release(range(BATCH_ROWS + 2))
+        self.drafter.release(range(self.sizes.batch_rows + 2))
         self.texts = texts
         self.all_tokens = [text.tokens(self.vocab) for text in texts]
         self.lengths = [text.prompt for text in texts]
@@ -98,15 +114,15 @@ class Play:
         self.generations = [self._generation + 1 + self.slots[:i].count(slot) for i, slot in enumerate(self.slots)]
         self._generation = max(self.generations)
         self.progress = [0] * len(texts)
-        ids = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
-        share = NUM_BLOCKS // (BATCH_ROWS + 1)
-        self.blocks = [ids[i * share : (i + 1) * share] for i in range(BATCH_ROWS + 1)]
+        ids = np.random.default_rng(seed).permutation(self.sizes.num_blocks).tolist()
+        share = self.sizes.num_blocks // (self.sizes.batch_rows + 1)
+        self.blocks = [ids[i * share : (i + 1) * share] for i in range(self.sizes.batch_rows + 1)]
         self.named = [-(-text.prompt // BLOCK) for text in texts]
 
     def row(self, index: int, new: int, **options: Any) -> Row:
         """Return a row with the last ``new`` tokens of a text as it stands."""
         tokens = self.all_tokens[index][: self.lengths[index]]
-        shape = {"max_nodes": NODES, "max_depth": 2, "max_branches": 2, "seed": 7 + index, "choice": index}
+        shape = {"max_nodes": self.sizes.nodes, "max_depth": 2, "max_branches": 2, "seed": 7 + index, "choice": index}
         fields = shape | self.texts[index].options | options
         names = {"slot": self.slots[index], "generation": self.generations[index], "width": self.width or 1}
         return Row(tokens, new, self.blocks[index], **names, **fields)
@@ -131,7 +147,7 @@ class Play:
         for index, text in enumerate(self.texts):
             if text.counts[step]:
                 self.lengths[index] += text.counts[step]
-                nodes = max(min(int(text.options.get("max_nodes", NODES)), text.left_after(step)), 1)
+                nodes = max(min(int(text.options.get("max_nodes", self.sizes.nodes)), text.left_after(step)), 1)
                 hidden = 0 if text.hidden == 0 else None
                 rows.append(self.row(index, text.counts[step], max_nodes=nodes, hidden=hidden))
                 indices.append(index)
@@ -157,10 +173,13 @@ class Play:
     ) -> None:
         """Write results for the texts in ``batch_rows``; None: the batch row is empty."""
         memory = self.memory
-        all_counts = np.zeros(BATCH_ROWS, np.int32)
-        all_lengths, all_left = np.full(BATCH_ROWS, 10**9, np.int32), np.full(BATCH_ROWS, -5, np.int32)
-        tokens = np.full((BATCH_ROWS, TOKENS), 10**9, np.int32)
-        hidden = np.full((BATCH_ROWS * TOKENS, self.width), np.nan, np.float32)
+        all_counts = np.zeros(self.sizes.batch_rows, np.int32)
+        all_lengths, all_left = (
+            np.full(self.sizes.batch_rows, 10**9, np.int32),
+            np.full(self.sizes.batch_rows, -5, np.int32),
+        )
+        tokens = np.full((self.sizes.batch_rows, self.sizes.tokens), 10**9, np.int32)
+        hidden = np.full((self.sizes.batch_rows * self.sizes.tokens, self.width), np.nan, np.float32)
         for batch_row, index in enumerate(batch_rows):
             if index is None:
                 continue
@@ -168,7 +187,9 @@ class Play:
             all_counts[batch_row], all_lengths[batch_row], all_left[batch_row] = count, before + count, left[batch_row]
             tokens[batch_row, :count] = self.all_tokens[index][before : before + count]
             for j in range(count if self.width else 0):
-                hidden[batch_row * TOKENS + j] = hidden_state(self.all_tokens[index][: before + j], self.width)
+                hidden[batch_row * self.sizes.tokens + j] = hidden_state(
+                    self.all_tokens[index][: before + j], self.width
+                )
             self.lengths[index] += count
         if lengths is not None:
             all_lengths[: len(lengths)] = lengths
@@ -245,7 +266,7 @@ class Play:
             row = self.row(index, 0)
             row.tokens = row.tokens[: self.lengths[index] - (lag or {}).get(index, 0)]
             first = -(-len(row.tokens) // BLOCK) if begins else self.named[index]
-            self.named[index] = max(-(-(self.lengths[index] + TOKENS) // BLOCK), first)
+            self.named[index] = max(-(-(self.lengths[index] + self.sizes.tokens) // BLOCK), first)
             rows.append(row)
             blocks.append(self.blocks[index][first : self.named[index]])
         for row in self._prompt_rows(prompts):
@@ -262,7 +283,9 @@ class Play:
             request,
             starts=starts,
             block_ids=np.array([block for part in blocks for block in part], np.int32),
-            device_step=DeviceStep(self._number, begins, is_last, len(batch_rows), PROMPT_ROWS * (self._number % 2)),
+            device_step=DeviceStep(
+                self._number, begins, is_last, len(batch_rows), self.sizes.prompt_rows * (self._number % 2)
+            ),
         )
 
     def _prompt_rows(self, prompts: Sequence[tuple[int, int, int]]) -> list[Row]:
@@ -286,7 +309,7 @@ class Play:
             row = self.row(index, 0)
             row.tokens = row.tokens[: self._sent[index]]
             rows.append(row)
-            need = -(-(self.lengths[index] + TOKENS) // BLOCK)
+            need = -(-(self.lengths[index] + self.sizes.tokens) // BLOCK)
             blocks.append(self.blocks[index][self.named[index] : need])
             self.named[index] = max(need, self.named[index])
         request = request_of(rows, with_hidden=bool(self.width), step_id=self._step_id)
@@ -328,9 +351,9 @@ class Play:
             self.lengths[index] += 2
         trees = self.ask([self.row(index, 2) for index in range(len(self.texts))])
         whole = self.lengths[0] // BLOCK * BLOCK
-        heir = replace(self.row(0, 0), tokens=[*self.all_tokens[0][:whole], 3, 1], slot=BATCH_ROWS, hidden=2)
+        heir = replace(self.row(0, 0), tokens=[*self.all_tokens[0][:whole], 3, 1], slot=self.sizes.batch_rows, hidden=2)
         heir.new = whole + 2
-        heir.blocks = [*self.blocks[0][: whole // BLOCK], self.blocks[BATCH_ROWS][0]]
+        heir.blocks = [*self.blocks[0][: whole // BLOCK], self.blocks[self.sizes.batch_rows][0]]
         return trees + self.ask([heir])
 
 

@@ -22,7 +22,7 @@ from foretoken.overlap_memory import OverlapLayout, OverlapMemory, StreamOrder
 from tests.references.head_files import (
     VOCAB,
 )
-from tests.support.overlap_play import NODES, NUM_BLOCKS, TOKENS, Play, Text, Tree, assert_same, trees_of
+from tests.support.overlap_play import SIZES, Play, Text, Tree, assert_same, trees_of
 from tests.support.overlapped_drafters import KINDS, make, on
 from tests.support.paged_draft import Row, request_of
 
@@ -85,7 +85,7 @@ def test_two_texts(kind: str, plays: Callable[[str], Play]) -> None:
     deep = {"max_depth": 3}
     texts = [Text(5, (1, 3, 2), 11, options=deep), Text(12, (2, 1, 3), 12, options=deep)]
     run = check_run(plays(kind), texts)
-    assert all(len(tree[0]) == NODES for trees in run for tree in trees)
+    assert all(len(tree[0]) == SIZES.nodes for trees in run for tree in trees)
 
 
 def test_three_texts_at_a_temperature(play: Play) -> None:
@@ -222,7 +222,7 @@ def test_a_text_that_waits_for_its_entries_is_learnt(play: Play, monkeypatch: py
             wide.setattr(draft_passes, "SMALL_EXTENSION", 64)
             trees.append(steps + play.finale())
     assert_same(trees[1], trees[0])
-    assert all(len(tree[0]) == NODES for tree in trees[1])
+    assert all(len(tree[0]) == SIZES.nodes for tree in trees[1])
 
 
 def test_a_step_of_another_number_leaves_a_gap(play: Play) -> None:
@@ -349,7 +349,7 @@ def test_blocks_that_cannot_be_release_the_text(head: Play) -> None:
     head.begin(texts, 2)
     head.prompts()
     request = head.request(0, begins=True, is_last=True)
-    request.block_ids[0] = NUM_BLOCKS
+    request.block_ids[0] = SIZES.num_blocks
     head.fill(0)
     reply = head.drafter.draft(request)
     assert reply.tree(0).tokens.tolist() == [head.all_tokens[0][8]]
@@ -374,7 +374,7 @@ def test_a_step_with_too_few_blocks_releases_the_text(head: Play) -> None:
 
 def test_memory_that_does_not_fit_is_refused(head: Play, device: str) -> None:
     def memory(batch_rows: int = 2, tokens: int = 2, width: int = head.width) -> OverlapMemory:
-        layout = OverlapLayout(batch_rows, tokens, NODES, width, torch.bfloat16)
+        layout = OverlapLayout(batch_rows, tokens, SIZES.nodes, width, torch.bfloat16)
         return OverlapMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
 
     assert isinstance(head.drafter, DraftsOverlapped)
@@ -396,7 +396,7 @@ def test_a_drafter_on_the_cpu_refuses(tmp_path: Path) -> None:
     drafter, target, width = make("EAGLE", tmp_path, ON_CPU)
     assert drafter.needs(target).device == ""
     drafter.attach(target, None)
-    layout = OverlapLayout(2, TOKENS, NODES, width, torch.float32)
+    layout = OverlapLayout(2, SIZES.tokens, SIZES.nodes, width, torch.float32)
     memory = OverlapMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)
     with pytest.raises(PreconditionError, match="on the CPU"):
         drafter.set_overlap_memory(memory, StreamOrder())

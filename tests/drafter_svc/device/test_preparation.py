@@ -14,7 +14,7 @@ from drafter_svc.device import draft_stages, usual_captures
 from drafter_svc.device.levels import TreeShape
 from foretoken.drafting import TreeLimits
 from tests.drafter_svc.device.test_overlapped_draft import check_run
-from tests.support.overlap_play import BATCH_ROWS, NUM_BLOCKS, Play, Text
+from tests.support.overlap_play import SIZES, Play, Text
 from tests.support.overlapped_drafters import make, on
 
 TREES = TreeLimits(1, 1), TreeLimits(2, 2)
@@ -64,7 +64,7 @@ def test_all_is_captured_one_by_one_and_only_once(play: Play) -> None:
     play.order.calls.clear()
     cache = play.overlapped._stages.levels.model._passes._cache.data  # type: ignore[attr-defined]
     memory = play.memory
-    written = memory.stamp, memory.results, memory.hidden, memory.prompt_hidden, cache[:, :, :NUM_BLOCKS]
+    written = memory.stamp, memory.results, memory.hidden, memory.prompt_hidden, cache[:, :, : SIZES.num_blocks]
     before = [part.view(torch.uint8).clone() for part in written]
     turns = 0
     while play.drafter.prepare():
@@ -74,7 +74,7 @@ def test_all_is_captured_one_by_one_and_only_once(play: Play) -> None:
     shapes = captured(play)
     assert len(set(shapes)) == len(shapes) == NUM_GRAPHS
     assert {(shape.depth, shape.branches) for shape in shapes} == set(TREES)
-    assert {shape.trees for shape in shapes} == {1, 2, BATCH_ROWS}
+    assert {shape.trees for shape in shapes} == {1, 2, SIZES.batch_rows}
     assert {shape.filtered for shape in shapes} == {False, True}
     assert len({shape.blocks for shape in shapes}) == 2
     # Only scratch, and trees of no step, were written; no stream waited.
