@@ -32,7 +32,7 @@ class CallerCheck:
         Loopback names are always allowed: no page from another machine can have one.
         """
         own = bracketed(listens_at.lower())
-        self._hosts = LOOPBACK_NAMES | {own} | set(allowed_hosts)
+        self._hosts = LOOPBACK_NAMES | {own} | {_name_of(host) for host in allowed_hosts}
         self._origins = frozenset(allowed_origins)
         self._checks_host = ANY not in self._hosts and (bool(allowed_hosts) or is_loopback(listens_at))
 
@@ -45,7 +45,7 @@ class CallerCheck:
         if self._checks_host:
             if not host:
                 raise HostHeaderError("the request has no Host header")
-            if _without_port(host) not in self._hosts:
+            if _name_of(host) not in self._hosts:
                 raise ForeignHostError("this Host is not a name of this server; --allowed-hosts adds names")
         for origin in headers.getlist("origin"):
             if not self._is_allowed(origin.strip().lower(), host):
@@ -80,6 +80,7 @@ class CallerMiddleware:
             await self._app(scope, receive, send)
 
 
-def _without_port(host: str) -> str:
+def _name_of(host: str) -> str:
+    """Return a Host without its port and without the final dot of a full DNS name."""
     name, colon, port = host.rpartition(":")
-    return name if colon and not port.endswith("]") else host
+    return (name if colon and not port.endswith("]") else host).removesuffix(".")

@@ -14,9 +14,9 @@ matching needs no search.
 - A path keeps all its nodes alive until its stamp is popped; after that its saved end is ignored.
 - A node at ``depth`` links to the node of its window without the first token, which is always
   younger, and so drafts can be longer than the trie is deep.
-- Children are found through one hash table with linear hashing (Litwin, 1980): one bucket splits
-  per new node. The table is never rehashed as a whole, and memory is touched only as the trie
-  fills.
+- Children are found through one hash table, which has its full size from the start: a table that
+  grows with the trie would touch less memory at first, but moving nodes to new buckets took more
+  time than all else. Memory is touched only as the trie fills.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ TOKEN, PARENT, CHILD, NEXT, PREVIOUS, COUNT, STAMP, CHAIN = range(8)
 # TOKEN of a salt's root. It has no siblings: NEXT and PREVIOUS hold the halves of its salt.
 ROOT = -1
 # Entries of Trie.counters.
-NUM_NODES, NUM_CREATED, FREE, NUM_BUCKETS, BUCKET_LEVEL, NEXT_STAMP, OLDEST_STAMP, NUM_EVICTIONS = range(8)
+NUM_NODES, NUM_CREATED, FREE, NEXT_STAMP, OLDEST_STAMP, NUM_EVICTIONS = range(6)
 # Stamps are compared modulo 2**31; live stamps are at most `capacity` apart.
 STAMP_MASK = 0x7FFFFFFF
-BUCKETS_PER_NODE = 2
 
 
 class Trie(NamedTuple):
     """Attributes:
     nodes: int32 [capacity + 1, 8].
-    buckets: int32 [2 * capacity + 2]; the first node of each hash bucket; CHAIN links the others.
+    buckets: int32 [2 * capacity]; the first node of each hash bucket; CHAIN links the others.
     paths: int32 [capacity]; at ``s % capacity`` the deepest node of the path with stamp ``s``.
-    counters: int64 [8].
+    counters: int64 [6].
     """
 
     nodes: Int32
@@ -61,13 +60,11 @@ def new_trie(capacity: int) -> Trie:
 
     Memory is touched as it fills.
     """
-    counters = np.zeros(8, np.int64)
-    counters[NUM_BUCKETS] = counters[BUCKET_LEVEL] = 1
     return Trie(
         nodes=np.zeros((capacity + 1, 8), np.int32),
-        buckets=np.zeros(BUCKETS_PER_NODE * capacity + 2, np.int32),
+        buckets=np.zeros(2 * capacity, np.int32),
         paths=np.zeros(capacity, np.int32),
-        counters=counters,
+        counters=np.zeros(6, np.int64),
     )
 
 
@@ -81,11 +78,12 @@ def mix(high: int, low: int) -> int:
 
 
 @inlined
-def bucket_of(counters: Int64, digest: int) -> int:
-    """Return the bucket of a digest."""
-    level: int = counters[BUCKET_LEVEL]
-    bucket = digest & (2 * level - 1)
-    return bucket if bucket < counters[NUM_BUCKETS] else digest & (level - 1)
+def bucket_of(buckets: Int32, digest: int) -> int:
+    """Return the bucket of a digest: its upper 32 bits, scaled to the number of buckets.
+
+    Source: Lemire, "Fast random integer generation in an interval", 2019.
+    """
+    return ((digest >> 31) * len(buckets)) >> 32
 
 
 @inlined
@@ -99,7 +97,7 @@ def digest_of(nodes: Int32, node: int) -> int:
 @inlined
 def find_child(trie: Trie, parent: int, token: int) -> int:
     """Return the child of ``parent`` for ``token``, or 0."""
-    node: int = trie.buckets[bucket_of(trie.counters, mix(parent, token))]
+    node: int = trie.buckets[bucket_of(trie.buckets, mix(parent, token))]
     while node != 0 and (trie.nodes[node, PARENT] != parent or trie.nodes[node, TOKEN] != token):
         node = trie.nodes[node, CHAIN]
     return node
@@ -109,32 +107,12 @@ def find_child(trie: Trie, parent: int, token: int) -> int:
 def find_root(trie: Trie, salt: int) -> int:
     """Return the root of a salt, or 0."""
     low, high = int(np.int32(salt & 0xFFFFFFFF)), salt >> 32
-    node: int = trie.buckets[bucket_of(trie.counters, mix(~high, low))]
+    node: int = trie.buckets[bucket_of(trie.buckets, mix(~high, low))]
     while node != 0:
         if trie.nodes[node, TOKEN] == ROOT and trie.nodes[node, NEXT] == low and trie.nodes[node, PREVIOUS] == high:
             return node
         node = trie.nodes[node, CHAIN]
     return 0
-
-
-@inlined
-def split_bucket(trie: Trie) -> None:
-    """Add a bucket and move its nodes there from the bucket that is split."""
-    nodes, buckets, counters = trie.nodes, trie.buckets, trie.counters
-    if counters[NUM_BUCKETS] == 2 * counters[BUCKET_LEVEL]:
-        counters[BUCKET_LEVEL] *= 2
-    new = counters[NUM_BUCKETS]
-    old = new - counters[BUCKET_LEVEL]
-    counters[NUM_BUCKETS] += 1
-    node = int(buckets[old])
-    buckets[old] = 0
-    buckets[new] = 0
-    while node != 0:
-        following = int(nodes[node, CHAIN])
-        bucket = bucket_of(counters, digest_of(nodes, node))
-        nodes[node, CHAIN] = buckets[bucket]
-        buckets[bucket] = node
-        node = following
 
 
 @inlined
@@ -172,7 +150,7 @@ def put_back(trie: Trie, node: int) -> None:
 def remove(trie: Trie, node: int) -> None:
     """Free a node without children: remove it from its bucket and from its parent."""
     nodes, buckets = trie.nodes, trie.buckets
-    bucket = bucket_of(trie.counters, digest_of(nodes, node))
+    bucket = bucket_of(trie.buckets, digest_of(nodes, node))
     other = buckets[bucket]
     if other == node:
         buckets[bucket] = nodes[node, CHAIN]
@@ -212,8 +190,6 @@ def allocate(trie: Trie) -> int:
         return node
     node = counters[NUM_CREATED] + 1
     counters[NUM_CREATED] = node
-    for _ in range(BUCKETS_PER_NODE):
-        split_bucket(trie)
     return node
 
 
@@ -241,7 +217,7 @@ def touch(trie: Trie, node: int, stamp: int) -> None:
 def enter(trie: Trie, node: int, stamp: int) -> None:
     """Put a new node, whose key is set, into its bucket and on path ``stamp``."""
     nodes = trie.nodes
-    bucket = bucket_of(trie.counters, digest_of(nodes, node))
+    bucket = bucket_of(trie.buckets, digest_of(nodes, node))
     nodes[node, CHAIN] = trie.buckets[bucket]
     trie.buckets[bucket] = node
     nodes[node, CHILD], nodes[node, COUNT] = 0, 0

@@ -66,6 +66,7 @@ async def test_every_path_is_covered(stack: Stack, method: str, path: str) -> No
         (("host: 127.0.0.1",), 200),
         (("host: [::1]:1",), 200),
         (("host: LOCALHOST",), 200),
+        (("host: localhost.:8000",), 200),
         (("host: ",), 400),
         (("host: localhost.evil.example",), 421),
         (("host: 127.0.0.1.evil.example:80",), 421),
@@ -89,6 +90,7 @@ async def test_what_is_allowed_may_come(stack: Stack) -> None:
     """A proxy may pass its Host on; another site's page may call after the browser's preflight."""
     stack.verifier.script = steps([65])
     assert await status(stack, "host: llm.example.com") == 200
+    assert await status(stack, "host: llm.example.com.") == 200
     assert await status(stack, "host: localhost") == 200
     assert await status(stack, "host: other.example.com") == 421
     # The page's own server, reached by the proxy.

@@ -19,7 +19,6 @@ from drafter_svc.ngram.trie import (
     FREE,
     NEXT,
     NEXT_STAMP,
-    NUM_BUCKETS,
     NUM_CREATED,
     NUM_EVICTIONS,
     NUM_NODES,
@@ -96,7 +95,7 @@ class Harness:
         """Return the nodes that the hash table reaches, with the windows of their parents."""
         nodes = self.trie.nodes
         found = []
-        for node in self.trie.buckets[: self.trie.counters[NUM_BUCKETS]].tolist():
+        for node in self.trie.buckets.tolist():
             while node != 0:
                 found.append(node)
                 node = int(nodes[node, CHAIN])
