@@ -68,7 +68,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         if attachment is None or attachment.transport != "grpc":
             raise PreconditionError("the Draft stream needs an Attach without arena_socket before it")
         if attachment.is_streaming:
-            raise PreconditionError("this attachment has a Draft stream")
+            raise PreconditionError("this attachment already has a Draft stream")
         attachment.is_streaming = True
         try:
             async with contextlib.aclosing(_until_ended(requests, attachment)) as messages:
@@ -128,7 +128,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         limits.check_name("name", request.name)
         token_ids = token_ids_from(request.token_ids)
         corpora = await self._corpora()
-        # Not in the drafter's thread, which goes on drafting.
+        # Run outside the drafter's thread, which goes on drafting.
         info = await asyncio.to_thread(corpora.add, request.name, token_ids, append=request.append)
         return drafter_pb2.AddCorpusResponse(corpus=_corpus_to_proto(info))
 

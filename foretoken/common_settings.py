@@ -77,7 +77,7 @@ class ServedModelSettings(LinkSettings, TracingSettings):
     ] = Field(
         min_length=1,
         description="Names of the model in requests; may be given several times. An answer has the name that its "
-        "request used. The first name stands in metrics, and in answers to requests without one.",
+        "request used. Metrics, and answers to requests that name no model, use the first name.",
     )
     drain_timeout_s: Annotated[float, Flag("--drain-timeout")] = Field(
         default=20.0, ge=0, description="Seconds that running streams have to finish after SIGTERM."
@@ -86,7 +86,7 @@ class ServedModelSettings(LinkSettings, TracingSettings):
     @model_validator(mode="before")
     @classmethod
     def _one_name(cls, values: Any) -> Any:
-        """Take ``served_model_name`` for the only name."""
+        """Accept ``served_model_name`` in place of a list of one name."""
         if isinstance(values, dict) and "served_model_name" in values:
             values = dict(values)
             values["served_model_names"] = values.pop("served_model_name")

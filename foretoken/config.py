@@ -38,7 +38,7 @@ class Flag:
     # Shown as the default, for a field whose default does not say what happens.
     unset: str = ""
     env: str | None = None
-    # What the flag takes for 0, for a number that the program chooses if it is 0.
+    # The word that the flag takes for 0, where 0 lets the program choose.
     zero: str = ""
     # Names that the flag accepts in any case, for a field that converts some of them.
     choices: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Flag:
     secret: bool = False
 
 
-# Of a whole number that the program chooses if it is 0.
+# The flag of a whole number that the program chooses if it is 0.
 AUTO = Flag(unset="auto", zero="auto")
 
 

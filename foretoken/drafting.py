@@ -1,6 +1,6 @@
 """The values that a verifier and a drafter exchange.
 
-Each step has one request for the whole batch, and one batch of trees back.
+In each step the verifier sends a drafter one request for the whole batch, and gets one batch of trees.
 
 Every transport (foretoken/transports, drafter.proto) carries these two values. foretoken.drafter
 has the calls that a drafter answers.
@@ -20,8 +20,7 @@ from foretoken.tree import DraftTree, Int32
 
 Float32 = NDArray[np.float32]
 
-# The columns of a request that carries its tokens. Those of eight bytes come first, so that all
-# are aligned.
+# The columns of a request that carries its tokens. Eight-byte columns come first, which aligns all.
 ROW_COLUMNS: dict[str, type[Any]] = {
     "salts": np.uint64,
     "seeds": np.uint64,
@@ -140,7 +139,7 @@ class DeviceStep(NamedTuple):
     Attributes:
         number: number of the step; grows by one from request to request.
         begins: whether the request names the sequences of all batch rows and the shapes of their
-            trees anew. Otherwise they are those of the request before, and there are no prompt
+            trees anew. Otherwise both are as in the request before, and there are no prompt
             rows. The ``length`` of a sequence that had a batch row in the request before is a lower
             bound, because the drafter may know more; other lengths are exact. They stay the same
             until the sequences are named anew.

@@ -15,16 +15,17 @@ from foretoken.errors import ConfigError
 
 # Weights as safetensors, configs, tokenizers and chat templates: never pickles, never code.
 ALLOW_PATTERNS = ("*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "vocab.txt", "*.jinja")
-# Other formats in sub-folders, and a second copy of the weights in some repositories.
+# Other formats in sub-folders, a second copy of the weights in some repositories, and code and pickles
+# whose names begin with ``tokenizer``.
 IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors", "*.py", "*.bin", "*.pt")
-# MODEL of the bundled demo model, unless a folder has that name.
+# What to type as MODEL for the bundled demo model; a folder of that name wins.
 DEMO = "demo"
 DEMO_SERVED_NAME = "foretoken-demo"
 # Seconds that the hub has for one answer.
 HUB_TIMEOUT_S = 10.0
 # What may have been meant by a name without a slash.
-_MEANT = "; a folder? check its path; a model of the hub? its id is ORG/NAME (a few old ones, as gpt2, have no ORG)"
-_NO_ID = " (nor can it be a hub id, which is ORG/NAME)"
+_MEANT = "; for a folder, check its path; a hub id is ORG/NAME (a few old ones, such as gpt2, have no ORG)"
+_NO_ID = " (and it is not a hub id: those are ORG/NAME)"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -113,14 +114,14 @@ def _ask_once(model: str, revision: str | None) -> None:
         HfApi().model_info(model, revision=revision, timeout=HUB_TIMEOUT_S)
     except (errors.HfHubHTTPError, errors.HFValidationError):
         raise
-    except Exception as error:  # Of the HTTP client, or because the hub is switched off.
+    except Exception as error:  # Errors of the HTTP client, or the hub is switched off.
         raise errors.LocalEntryNotFoundError(str(error)) from error
 
 
 def cached(model: str, revision: str | None = None) -> Path | None:
     """Return the folder of a checkpoint without a download.
 
-    It is None for a hub id whose weights are not here.
+    None if the weights of a hub id are not cached.
 
     Raises ConfigError as ``resolve``.
     """
@@ -128,11 +129,12 @@ def cached(model: str, revision: str | None = None) -> Path | None:
         return resolve(model, revision)
     from huggingface_hub import errors, snapshot_download
 
-    try:
-        folder = Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except errors.LocalEntryNotFoundError:
-        return None
-    # Its config.json alone may be here.
+    with _plain_errors(model, revision):
+        try:
+            folder = Path(snapshot_download(model, revision=revision, local_files_only=True))
+        except errors.LocalEntryNotFoundError:
+            return None
+    # Perhaps only its config.json is cached.
     return folder if any(folder.glob("*.safetensors")) else None
 
 
@@ -169,7 +171,7 @@ def resolve_file(name: str) -> Path:
     path = Path(name).expanduser()
     model, _, file = name.rpartition("/")
     if path.exists() or name.startswith((".", "/", "~")) or not (model and _HUB_ID.fullmatch(model)):
-        # Whoever reads it says what is wrong with it.
+        # Its reader reports a missing or broken file.
         return path
     from huggingface_hub import hf_hub_download
 
@@ -178,7 +180,7 @@ def resolve_file(name: str) -> Path:
 
 
 def _is_hub_id(model: str) -> bool:
-    """Return whether MODEL can only be an id: there is no such file, and no path is written so."""
+    """Return whether MODEL is a hub id: no such path exists, and it does not look like a path."""
     is_path = Path(model).expanduser().exists() or model.startswith((".", "/", "~"))
     return not is_path and not is_demo(model) and _HUB_ID.fullmatch(model) is not None
 

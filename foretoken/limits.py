@@ -71,26 +71,27 @@ MAX_BAD_TOKENS = 16_384
 PRIORITY_RANGE = Range(-(2**31), 2**31 - 1)
 # UTF-8 bytes of a grammar's text, by its kind.
 MAX_GRAMMAR_BYTES = {"json_schema": 128 * 1024, "json_object": 0, "regex": 16 * 1024, "lark": 256 * 1024}
-# Of a grammar in EBNF, which Python code converts: its time grows faster than the text.
+# UTF-8 bytes of a grammar in EBNF. Python converts it, in time that grows faster than the text.
 MAX_EBNF_BYTES = 16 * 1024
 MAX_N = 16
 MAX_PROMPTS_PER_REQUEST = 64
 MAX_DRAFT_TOKENS = Range(0, 255)
-# Of a request's draft trees, named as in DraftShape; the verifier's flags bound them further.
+# Ranges of a request's draft shape, named as in DraftShape. The verifier's flags narrow them.
 SHAPE_RANGES = {"num_steps": Range(1, 64), "topk": Range(1, 64), "num_draft_tokens": Range(2, 256)}
 MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 256
-MAX_DRAFTER_NAME_CHARS = 64
 MAX_ADDRESS_CHARS = 256
 # Drafters attached to one verifier at once, and drafter names in its life: counts are kept by name.
 MAX_DRAFTERS = 16
 MAX_DRAFTER_NAMES = 256
 # Values of "speculative.drafter" that are not names.
 DRAFTER_CHOICES = ("auto", "merge")
+# Names of all drafters, joined: each has 64 characters at most (``NAME_RULE``).
+MAX_DRAFTER_CHARS = MAX_DRAFTERS * 65
 MAX_CHAT_MESSAGES = 1024
 # Parts of the content of one message or prediction.
 MAX_CONTENT_PARTS = 1024
-# What a client may attach to a response, with OpenAI's limits.
+# Metadata of a response; the limits are OpenAI's.
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
@@ -100,7 +101,7 @@ MAX_TOOL_NAME_CHARS = 64
 MAX_TOOL_DESCRIPTION_CHARS = 16_384
 # Size of all functions of a request, as JSON.
 MAX_TOOLS_CHARS = 512 * 1024
-# Calls of one reply whose form the grammar decides.
+# Tool calls of one reply whose form a grammar enforces.
 MAX_TOOL_CALLS = 16
 # Brackets, blanks and operators in the arguments of one call in Python: parsing takes some tens of
 # milliseconds for these. A longer call is content.
@@ -123,7 +124,7 @@ MAX_JSON_CONTAINERS = 32_768
 # Lists and objects inside each other. orjson writes 254 levels, and some are put around a value.
 MAX_JSON_DEPTH = 128
 # Size of one prompt's text, or of all messages of a chat. The gateway also refuses a text that can
-# never fit the model's context. The bytes bound the tokens: there may be one per byte.
+# never fit the model's context. Bytes bound the tokens, because each byte may become a token.
 MAX_PROMPT_CHARS = 2_000_000
 MAX_PROMPT_BYTES = 4_000_000
 # Tokens of the expected output, which must also fit the context.
@@ -280,7 +281,7 @@ def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:
     if options.shape is not None:
         for name, allowed in SHAPE_RANGES.items():
             check_number(f"speculative.shape.{name}", getattr(options.shape, name), allowed)
-    check_text("speculative.drafter", options.drafter, MAX_DRAFTER_NAME_CHARS)
+    check_text("speculative.drafter", options.drafter, MAX_DRAFTER_CHARS)
     joined = [name for name in DRAFTER_CHOICES if name in named_drafters(options)]
     if joined:
         raise InvalidRequestError(
@@ -292,7 +293,7 @@ def check_speculation(options: SpeculationOptions, model: ModelLimits) -> None:
         there = [name for name in model.drafter_names if name not in model.detached_drafters]
         names = ", ".join((*DRAFTER_CHOICES, *there))
         raise InvalidRequestError(
-            f"speculative.drafter: there is no drafter {', '.join(unknown)}; there is: {names}; "
+            f"speculative.drafter: there is no drafter {', '.join(unknown)}; available: {names}; "
             f"join drafters with {DRAFTER_JOIN}; set speculative.enabled to false to use none",
             field="speculative.drafter",
         )

@@ -1,4 +1,4 @@
-"""The reference sampler: one row of logits to one token.
+"""Sample one token from one row of logits: the reference that tests hold the kernels against.
 
 It defines what foretoken_kernels.cpu.sample does fast.
 
@@ -73,7 +73,7 @@ def process_logits(
     vocab_limit: int | None = None,
     allowed_ids: Collection[int] | None = None,
 ) -> Float32:
-    """Return the row before the noise is added, float32 [vocab].
+    """Return the processed logits, before noise, float32 [vocab].
 
     Tokens that may not be sampled are -inf.
     """

@@ -209,7 +209,7 @@ class Supervisor:
     ) -> None:
         """``on_ready`` is called once; ``announce`` gets a line for each event.
 
-        ``stop_notice`` is announced at a stop signal, with ``stop_again_notice`` behind it
+        ``stop_notice`` is announced at a stop signal, followed by ``stop_again_notice``
         at SIGINT, which a user sends; ``slow_notice`` follows the names of services that a
         long start waits for. OSErrors of both functions are ignored: services outlive the
         terminal or pipe that reads the lines.

@@ -18,13 +18,13 @@ _BY_NAME = {name: row for row in SGLANG_FLAGS for name in row.names}
 def translate(words: list[str], own: Collection[str]) -> tuple[list[str], list[str]]:
     """Return our command line for SGLang's, and what to say about flags that have no use here.
 
-    As with argparse, a flag may be shortened as long as only one flag begins so.
+    As with argparse, a flag may be shortened while its beginning fits one flag only.
 
     Args:
         own: our own flags.
 
     Raises:
-        ConfigError: a flag's meaning cannot be kept, a value is missing, or a short form is of
+        ConfigError: a flag's meaning cannot be kept, a value is missing, or a short form fits
             several flags.
     """
     found: list[str] = []
@@ -52,7 +52,7 @@ def translate(words: list[str], own: Collection[str]) -> tuple[list[str], list[s
 
 
 def _whole(typed: str, own: Collection[str]) -> str:
-    """Return the flag that ``typed`` begins, or ``typed`` if there is none."""
+    """Return the flag that ``typed`` abbreviates, or ``typed`` if there is none."""
     if typed in own or typed in _BY_NAME:
         return typed
     # Names of one row are one flag.
@@ -77,7 +77,7 @@ def _own(name: str, left: list[str], *, has_value: bool) -> tuple[list[str], str
         left.pop(0)
         return [name, RENAMED_VALUES[name][value]], ""
     if has_value:
-        # In one word: the value may be empty, or begin as a flag does.
+        # Keep it in one word: the value may be empty or look like a flag.
         return [f"{name}={left.pop(0)}"], ""
     return [name], ""
 

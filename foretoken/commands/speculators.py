@@ -44,17 +44,18 @@ class _SpeculatorsConfig(BaseModel):
     @property
     def proposal(self) -> _Proposal | None:
         """The default method, or else the first."""
-        methods = {method.proposal_type: method for method in reversed(self.proposal_methods)}
-        return methods.get(self.default_proposal_method or "") or next(reversed(methods.values()), None)
+        methods, default = self.proposal_methods, self.default_proposal_method
+        named = [method for method in methods if method.proposal_type == default]
+        return next(iter(named or methods), None)
 
 
 def expand(given: Given) -> tuple[Given, list[str]]:
     """Return the values with the target as MODEL and the head as drafter.
 
-    The second result is what to say about that.
+    The second result: notices for the user.
 
     Other values come back unchanged. A drafter that the user has named wins over the head.
-    Fetches no more than ``config.json`` of head and target.
+    Fetches ``config.json`` of head and target, and with a revision the whole head.
 
     Raises:
         ConfigError: the config names no target, or one that cannot be found, or its algorithm is
@@ -66,12 +67,12 @@ def expand(given: Given) -> tuple[Given, list[str]]:
     if "speculators_config" not in raw:
         return given, []
     config, algorithm = _parse(typed, raw)
-    target, of_target = _target(typed, config, algorithm)
+    target, target_config = _target(typed, config, algorithm)
     notices = [f"{typed} is a draft head of algorithm {algorithm}; the target is {target}, which its config.json names"]
-    notices += _unlike(typed, config.verifier, target, of_target)
+    notices += _unlike(typed, config.verifier, target, target_config)
     chosen = values.get("speculative_algorithm")
     if not values.get("drafters") and (chosen is None or _is_algorithm(chosen, algorithm)):
-        # The head's revision is not the target's.
+        # --revision is the head's, not the target's, so the head is named by its folder.
         head = typed if revision is None else str(hub.resolve(typed, revision).resolve())
         values.setdefault("speculative_draft_model_path", head)
         values["speculative_algorithm"] = algorithm
@@ -95,7 +96,7 @@ def refuse_head(typed: str, folder: Path) -> None:
 def _read(file: Path | None) -> dict[str, Any]:
     """Return a config's fields.
 
-    There are none if there is no such file or it is broken, which loading reports.
+    Return {} for a missing or broken file; loading reports it.
     """
     try:
         return (file and read_object(file)) or {}
@@ -138,9 +139,9 @@ def _target(typed: str, config: _SpeculatorsConfig, algorithm: str) -> tuple[str
     return target, raw
 
 
-def _unlike(typed: str, verifier: _Verifier, target: str, of_target: dict[str, Any]) -> list[str]:
+def _unlike(typed: str, verifier: _Verifier, target: str, target_config: dict[str, Any]) -> list[str]:
     """Return what to say if a target has another architecture than its head was trained for."""
-    found = of_target.get("architectures") or []
+    found = target_config.get("architectures") or []
     if not verifier.architectures or not found or set(found) & set(verifier.architectures):
         return []
     return [f"{target} is a {', '.join(found)}; {typed} was trained for a {', '.join(verifier.architectures)}"]

@@ -70,7 +70,7 @@ HARMLESS = frozenset(
         *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size"),
         *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "num_return_sequences"),
         *("remove_invalid_values", "_attn_implementation_autoset", "_flash_attn_2_enabled", "attn_implementation"),
-        # They have a meaning only beside keys that are read.
+        # These matter only beside keys that are read.
         *("max_window_layers", "original_max_position_embeddings", "num_nextn_predict_layers"),
         # Marks of the programs that trained or converted the model.
         *("is_llama_config", "unsloth_version", "unsloth_fixed", "neftune_noise_alpha"),
@@ -82,7 +82,7 @@ _NUMERIC = re.compile(
     r"|mup|chunk|temperature|qk_|logit|latent|lora|ssm|mamba|conv(_|\d|$)|per_layer|shared_kv|cross_attention|quant|residual"
     r"|act(ivation)?_f"
 )
-# Values of any key that ask for nothing. In Python 0 is False and 1 is True.
+# Values of any key that ask for nothing. In Python 0 == False and 1 == True, so booleans are checked on their own.
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 

@@ -35,8 +35,8 @@ WANTED = {"config.json", "model.safetensors", "tokenizer.json", "merges.txt", "c
 RESOLVE = """
 import sys
 from foretoken.errors import ConfigError
-from foretoken.hub import config_file, resolve, resolve_file
-find = {"file": resolve_file, "config": config_file}.get(sys.argv[1], resolve)
+from foretoken.hub import cached, config_file, resolve, resolve_file
+find = {"file": resolve_file, "config": config_file, "cached": cached}.get(sys.argv[1], resolve)
 try:
     print(find(*sys.argv[1 if find is resolve else 2 :]))
 except ConfigError as error:
@@ -147,7 +147,8 @@ def test_a_name_without_a_slash_is_asked_for_once(hub: Hub) -> None:
         # One line: nothing was retried.
         (line,) = result.stderr.splitlines()
         assert line.startswith(f"ConfigError: {why}") and "a folder?" in line and "ORG/NAME" in line
-    assert "nor can it be a hub id" in hub.resolve("config", "a--b").stderr
+    for way in ("config", "cached"):
+        assert "it is not a hub id" in hub.resolve(way, "a--b").stderr
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:

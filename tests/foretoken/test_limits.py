@@ -148,13 +148,16 @@ def test_speculation_options():
         for value in (allowed.low - 1, allowed.high + 1, 1.5):
             shape = [value if index == place else 2 for index in range(3)]
             assert fault(shape=DraftShape(*shape)) == f"speculative.shape.{name}"
-    for name in ("", "unknown", "n" * 65, "\ud800"):
+    long_names = ("a" * 64, "b" * 64)
+    joined = replace(MODEL, drafter_names=long_names)
+    limits.check_speculation(SpeculationOptions(drafter="+".join(long_names)), joined)
+    for name in ("", "unknown", "n" * 65, "n+" * 600, "\ud800"):
         assert fault(drafter=name) == "speculative.drafter"
     with pytest.raises(InvalidRequestError, match="auto, merge, ngram, eagle"):
         limits.check_speculation(SpeculationOptions(drafter="eagl"), MODEL)
     gone = replace(MODEL, detached_drafters=("ngram",))
     limits.check_speculation(SpeculationOptions(drafter="ngram"), gone)
-    with pytest.raises(InvalidRequestError, match="there is: auto, merge, eagle;"):
+    with pytest.raises(InvalidRequestError, match="available: auto, merge, eagle;"):
         limits.check_speculation(SpeculationOptions(drafter="eagl"), gone)
     with pytest.raises(InvalidRequestError, match=r"auto cannot be joined"):
         limits.check_speculation(SpeculationOptions(drafter="ngram+auto"), MODEL)

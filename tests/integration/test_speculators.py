@@ -152,6 +152,14 @@ def test_lenient_acceptance_is_not_obeyed(repository: Repository) -> None:
     assert "only the target's own tokens are accepted" in said and "tokens a step" not in said
 
 
+def test_the_first_method_counts_without_a_default(repository: Repository) -> None:
+    numbers = [("greedy", 3), ("other", 5), ("greedy", 7)]
+    methods = [{"proposal_type": name, "speculative_tokens": number} for name, number in numbers]
+    for default, number in ((None, 3), ("other", 5), ("unknown", 3)):
+        repository.configure(default_proposal_method=default, proposal_methods=methods)
+        assert f"proposes {number} tokens a step" in repository.dry().stderr
+
+
 @pytest.mark.parametrize("command", ["verifier", "gateway"])
 def test_single_services_want_the_target(repository: Repository, command: str) -> None:
     words = [command, str(repository.head)]

@@ -60,7 +60,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class Connection:
-    """A transport that passed its self-test; ``needs`` are those that it can meet."""
+    """A transport that passed its self-test.
+
+    ``needs``: the drafter's needs that this transport can meet.
+    """
 
     transport: QueuedTransport
     needs: DrafterNeeds

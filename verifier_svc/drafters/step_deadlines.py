@@ -9,7 +9,7 @@ from collections.abc import Hashable
 
 from verifier_svc.drafters.deadline import CEILING_S, MOST_TIMES_COST
 
-# Shortest deadlines that the first draft of a kind may take: the drafter captures its graph.
+# The first draft of a kind may take this many shortest deadlines: the drafter captures its graph.
 FIRST_DEADLINES = 10
 # Weight of a new step. One that took three times as long as expected was disturbed.
 SMOOTHING, MOST_DISTURBED = 0.1, 3.0

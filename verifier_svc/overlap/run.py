@@ -219,8 +219,8 @@ class OverlappedRun:
     def _prepare_lookups(self, num_prompt_rows: int) -> None:
         """Do what look-ups can do before the tokens of the step in flight are known."""
         with self._lifecycle.counters.phase("lookup"):
-            seated = [batch_row.sequence for batch_row in self._step.batch_rows.rows if batch_row is not None]
-            self._lookups.prepare(seated, self._joining, has_prompts=num_prompt_rows > 0)
+            joined = [batch_row.sequence for batch_row in self._step.batch_rows.rows if batch_row is not None]
+            self._lookups.prepare(joined, self._joining, has_prompts=num_prompt_rows > 0)
 
     def _read_for_lookups(self) -> bool:
         """Read the step in flight if look-ups wait for it.
@@ -331,7 +331,7 @@ class OverlappedRun:
             self._step.batch_rows.join(self._step.batch_rows.free_row(), batch_row)
         self._joining = waiting
 
-    # 4. Bind late.
+    # 5. Bind late.
 
     def _bind(self) -> bool:
         """Send the masks of a step that was launched without them, once the step before was read.
@@ -353,7 +353,7 @@ class OverlappedRun:
             )
         return is_alive
 
-    # 5. Wait and read.
+    # 4. Wait and read.
 
     def _read(self) -> bool:
         """Wait for the oldest step, and commit its tokens.

@@ -13,7 +13,7 @@ from verifier_svc.drafters.request import Shape
 from verifier_svc.speculation.candidate_shapes import MOST_LARGE_TREE_ROWS, SHARED_FROM, is_large_tree
 
 # Numbers of sequences, and rows of a step, whose graphs are captured before the first request.
-_SEAT_COUNTS = (*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 513, 16))
+_BATCH_ROW_COUNTS = (*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 513, 16))
 MAX_USUAL_ROWS = 1024
 # Rows of a few large trees among many batch rows.
 _EMPTIED_ROWS = (MOST_LARGE_TREE_ROWS // 4, MOST_LARGE_TREE_ROWS // 2, MOST_LARGE_TREE_ROWS)
@@ -63,7 +63,7 @@ def usual_sizes(
         most_nodes: of a tree from the host.
         shapes, has_found: as for OverlappedStep.captures.
     """
-    for before, count in pairwise((0, *_SEAT_COUNTS)):
+    for before, count in pairwise((0, *_BATCH_ROW_COUNTS)):
         for mean, most, is_for_few in shapes:
             limit = MOST_LARGE_TREE_ROWS if is_for_few else MAX_USUAL_ROWS
             if mean < most and count < SHARED_FROM:

@@ -1,4 +1,4 @@
-"""Above which batch size nobody drafts."""
+"""Decide above which batch size nobody drafts."""
 
 from __future__ import annotations
 

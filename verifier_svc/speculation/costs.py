@@ -21,7 +21,7 @@ from verifier_svc.speculation.plan import DraftPlan
 CURVE_SMOOTHING = 0.05
 # Weight of a new step in what steps take beside the pass and the waits.
 OVERHEAD_SMOOTHING = 0.02
-# What a step takes off the belief that a step which waits for a model takes longer than others.
+# How much each step lowers the belief that steps which wait for a model take longer.
 OVERHEAD_FADING = 0.0005
 # Steps for which costs are taken as they are: they move slowly, and a step has better to do.
 HOLD_FOR = 16
