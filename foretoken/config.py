@@ -208,8 +208,8 @@ def _describe(item: Any, kind: type[BaseModel], flag: str) -> str:
     if not path:
         return f"{flag} {message}" if flag else message
     if item["type"] == "extra_forbidden":
-        # For one of several settings, the keys belong to another class than ``kind``.
-        message += f"; there is: {', '.join(kind.model_fields)}" if flag else ""
+        # Without one flag at fault, the key may belong to another class, so keys are not listed.
+        message += f"; known keys: {', '.join(kind.model_fields)}" if flag else ""
     elif isinstance(item["input"], (str, int, float)) and not _is_secret(kind, path):
         message += f", got {item['input']!r}"
     if flag:

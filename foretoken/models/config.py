@@ -157,7 +157,7 @@ def parse_config(raw: dict[str, Any], file: Path, generation: dict[str, Any]) ->
     """
     if raw.get("model_type") not in MODEL_TYPES:
         supported = ", ".join(MODEL_TYPES)
-        raise ConfigError(f"model_type {raw.get('model_type')!r} is not supported; there is: {supported}")
+        raise ConfigError(f"model_type {raw.get('model_type')!r} is not supported; supported: {supported}")
     if (key := refused_key(raw)) is not None:
         raise ConfigError(_refusal(file, raw, key))
     try:
@@ -202,7 +202,7 @@ def _refuse_unsupported(parsed: _ConfigFile) -> None:
     if parsed.quantization_config is not None:
         raise ConfigError("quantization_config: quantized checkpoints are not supported")
     if parsed.hidden_act != "silu":
-        raise ConfigError(f"hidden_act {parsed.hidden_act!r} is not supported; there is: silu")
+        raise ConfigError(f"hidden_act {parsed.hidden_act!r} is not supported; supported: silu")
     # Model types that always have biases may say so.
     if parsed.attention_bias and parsed.model_type not in _WITH_BIAS:
         raise ConfigError("attention_bias is not supported")
@@ -236,7 +236,7 @@ def _rope(parsed: _ConfigFile) -> RopeConfig:
             )
     except KeyError as error:
         raise ConfigError(f"rope_type {kind!r} needs {error.args[0]}") from error
-    raise ConfigError(f"rope_type {kind!r} is not supported; there is: default, linear, llama3")
+    raise ConfigError(f"rope_type {kind!r} is not supported; supported: default, linear, llama3")
 
 
 def _eos_token_ids(*sources: int | list[int] | None) -> tuple[int, ...]:

@@ -83,7 +83,9 @@ def head_config(path: Path) -> HeadConfig:
     raw = read_config_file(path)
     kind = raw.get("speculators_model_type")
     if kind not in (None, "eagle3"):
-        raise ConfigError(f"{path / 'config.json'}: speculators_model_type {kind!r} is not supported; there is: eagle3")
+        raise ConfigError(
+            f"{path / 'config.json'}: speculators_model_type {kind!r} is not supported; supported: eagle3"
+        )
     files = tensor_files(path)
     for layout, prefix, layer in _MTP_NAMES:
         if any(name.startswith(prefix) for name in files):

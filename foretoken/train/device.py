@@ -20,5 +20,5 @@ def pick_device(name: str) -> torch.device:
         raise ConfigError(f"--device: {name!r} is not a device") from error
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         available = "cpu, cuda" if torch.cuda.is_available() else "cpu"
-        raise ConfigError(f"--device: {name!r} is not available; there is: {available}")
+        raise ConfigError(f"--device: {name!r} is not available; available: {available}")
     return device

@@ -46,7 +46,7 @@ class FrozenTarget:
             raise CheckpointError(f"{path / 'config.json'} does not exist")
         if raw.get("model_type") not in MODEL_TYPES:
             raise ConfigError(
-                f"model_type {raw.get('model_type')!r} is not supported; there is: {', '.join(MODEL_TYPES)}"
+                f"model_type {raw.get('model_type')!r} is not supported; supported: {', '.join(MODEL_TYPES)}"
             )
         if raw.get("auto_map") and raw["model_type"] != "mimo":
             raise ConfigError(f"{path / 'config.json'}: auto_map needs code from the checkpoint, which is never run")

@@ -112,7 +112,7 @@ def candidates(
     for text in wanted or list(by_name):
         names = tuple(text.split(DRAFTER_JOIN))
         if unknown := [name for name in names if name not in by_name]:
-            raise ValueError(f"there is no drafter {unknown[0]}; there is: {', '.join(by_name)}")
+            raise ValueError(f"there is no drafter {unknown[0]}; available: {', '.join(by_name)}")
         if not any(by_name[name].has_model for name in names):
             found.append(Candidate(text, names))
             continue

@@ -71,7 +71,7 @@ def _verifiers(core: GatewayCore, address: str) -> Sequence[VerifierClient]:
     clients = [client for client in core.verifiers.clients if address in ("", client.address)]
     if not clients:
         addresses = ", ".join(client.address for client in core.verifiers.clients)
-        raise InvalidRequestError(f"there is no such verifier; there is: {addresses}", field="verifier")
+        raise InvalidRequestError(f"there is no such verifier; available: {addresses}", field="verifier")
     return clients
 
 

@@ -184,7 +184,7 @@ MAP = "models/demo/token_map.safetensors"
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("name=a,algorithm=NGRAM,color=red", f"color: there is no such key; there is: {KEYS}"),
+        ("name=a,algorithm=NGRAM,color=red", f"color: there is no such key; known keys: {KEYS}"),
         (
             "name=a,address=unix:/a.sock",
             "address: a drafter that runs elsewhere is taken by foretoken drafters attach, or by foretoken verifier",

@@ -146,7 +146,7 @@ def test_a_name_without_a_slash_is_asked_for_once(hub: Hub) -> None:
     ):
         # One line: nothing was retried.
         (line,) = result.stderr.splitlines()
-        assert line.startswith(f"ConfigError: {why}") and "a folder?" in line and "ORG/NAME" in line
+        assert line.startswith(f"ConfigError: {why}") and "for a folder" in line and "ORG/NAME" in line
     for way in ("config", "cached"):
         assert "it is not a hub id" in hub.resolve(way, "a--b").stderr
 

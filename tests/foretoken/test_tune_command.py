@@ -160,7 +160,7 @@ def test_the_server_gets_the_flags_of_models_and_none_of_the_network() -> None:
         (("demo", "--write-config", "t.toml"), "--write-config: expected a name that ends in .yaml, got t.toml"),
         (("demo", "--picture", "/nowhere/t.svg"), "--picture: there is no folder /nowhere"),
         (("demo", "--shapes", "3-1"), "--shapes: expected LEVELS-CHILDREN-NODES such as 3-1-4"),
-        (("demo", "--try-drafters", "mtp"), "--try-drafters: there is no drafter mtp; there is: eagle3, ngram"),
+        (("demo", "--try-drafters", "mtp"), "--try-drafters: there is no drafter mtp; available: eagle3, ngram"),
         (("demo", "--budget", "2"), "--budget: expected at most 1.0, got 2.0"),
         (("demo", "--budget", "0.01"), "--budget: needs at least 30 rounds for 13 candidates, and may use 2"),
         (("demo", "--weights", "1"), "--weights: expected as many numbers as --max-concurrency has"),

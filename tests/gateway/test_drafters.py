@@ -207,7 +207,7 @@ async def test_a_name_may_be_used_as_soon_as_it_is_attached(operated: Operated) 
     assert (await operated.complete("late")).status_code == 200
     # Its name is still known, but it is no longer listed.
     message = (await operated.complete("nobody")).json()["error"]["message"]
-    assert "there is: auto, merge, ngram;" in message
+    assert "available: auto, merge, ngram;" in message
 
 
 async def test_a_name_that_was_attached_through_another_gateway(

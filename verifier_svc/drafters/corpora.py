@@ -224,7 +224,7 @@ class DrafterCorpora:
         """Return the drafter of that name, or the first that holds corpora, as far as is known."""
         if drafter and drafter not in self._sources:
             raise InvalidRequestError(
-                f"there is no drafter {drafter!r}; there is: {', '.join(self._sources)}", field="drafter"
+                f"there is no drafter {drafter!r}; available: {', '.join(self._sources)}", field="drafter"
             )
         # One that was never attached may be of any kind: asked only where none is known.
         algorithms = [(name, source.algorithm) for name, source in self._sources.items()]

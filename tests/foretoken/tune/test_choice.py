@@ -46,7 +46,7 @@ def test_drafters_may_draft_together() -> None:
     found = candidates(DRAFTERS, ("eagle3+ngram",), [ShapeFlags(3, 1, 4)])
     assert [each.name for each in found] == ["plain", "auto", "eagle3+ngram 3-1-4"]
     assert found[2].speculative["drafter"] == "eagle3+ngram" and found[2].drafters == ("eagle3", "ngram")
-    with pytest.raises(ValueError, match="there is no drafter mtp; there is: eagle3, ngram"):
+    with pytest.raises(ValueError, match="there is no drafter mtp; available: eagle3, ngram"):
         candidates(DRAFTERS, ("eagle3", "mtp"), DEFAULT_SHAPES)
 
 

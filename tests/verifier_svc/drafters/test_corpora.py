@@ -114,7 +114,7 @@ async def test_which_drafter(tmp_path: Path) -> None:
     async with serving(ngram(), f"unix:{tmp_path / 'd'}"):
         corpora = desk(tmp_path / "d", Source("eagle", "EAGLE3"), Source("ngram"))
         assert (await corpora.add("", "a", ids(1), append=False))[0] == "ngram"
-        with pytest.raises(InvalidRequestError, match="there is: eagle, ngram"):
+        with pytest.raises(InvalidRequestError, match="available: eagle, ngram"):
             await corpora.list("other")
         with pytest.raises(PreconditionError):
             await corpora.list("eagle")

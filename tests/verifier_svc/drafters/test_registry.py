@@ -250,7 +250,7 @@ async def test_names_in_requests(verifier: Verifier) -> None:
     await verifier.attach("a", "127.0.0.1:1")
     await verifier.detach("a")
     assert (await verifier.generate("a"))[0] == plain
-    with pytest.raises(grpc.aio.AioRpcError, match="there is: auto, merge;"):
+    with pytest.raises(grpc.aio.AioRpcError, match="available: auto, merge;"):
         await verifier.generate("b")
 
 
