@@ -66,7 +66,8 @@ def no_answer(url: str, error: httpx.HTTPError | httpx.InvalidURL) -> ForetokenE
         )
     if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError) and url.startswith("http:"):
         # A server with TLS hangs up on plain text, but so does one that dies.
-        return ForetokenError(f"{url}: {error}; if this server has TLS, give --url https:{url.removeprefix('http:')}")
+        said = str(error).removesuffix(".")
+        return ForetokenError(f"{url}: {said}; if this server has TLS, give --url https:{url.removeprefix('http:')}")
     return UnavailableError(f"{url}: {error or type(error).__name__}")
 
 
