@@ -69,8 +69,8 @@ def share_inside(text_shingles: UInt64, reference: UInt64) -> float:
     """Return the share (0 to 1) of a text's shingles that also occur in ``reference`` (sorted)."""
     if not len(text_shingles) or not len(reference):
         return 0.0
-    slots = np.minimum(np.searchsorted(reference, text_shingles), len(reference) - 1)
-    return float(np.mean(reference[slots] == text_shingles))
+    places = np.minimum(np.searchsorted(reference, text_shingles), len(reference) - 1)
+    return float(np.mean(reference[places] == text_shingles))
 
 
 class NearDuplicateIndex:
