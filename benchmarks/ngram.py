@@ -48,10 +48,10 @@ MAX_MEMORY_MB = 600.0
 
 
 @dataclass
-class SlotFeed:
+class BatchSlotFeed:
     """A batch slot, and the sequences that use it one after the other."""
 
-    slot: int
+    batch_slot: int
     sequences: Iterator[NDArray[np.int32]]
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     length: int = 0
@@ -91,7 +91,7 @@ def load(files: list[Path], encode: Callable[[str], NDArray[np.int32]]) -> list[
 
 def make_request(
     step: int,
-    rows: list[SlotFeed],
+    rows: list[BatchSlotFeed],
     taken: list[NDArray[np.int32]],
     max_nodes: int,
     predictions: list[NDArray[np.int32]] | None = None,
@@ -105,7 +105,7 @@ def make_request(
     nothing = [np.zeros(0, np.int32)] * len(rows)
     columns: dict[str, Any] = {name: np.zeros(len(rows), dtype) for name, dtype in ROW_COLUMNS.items()}
     columns |= {
-        "slots": column([row.slot for row in rows]),
+        "batch_slots": column([row.batch_slot for row in rows]),
         "generations": column([row.generation for row in rows]),
         "lengths": column([row.length for row in rows]),
         "max_nodes": np.full(len(rows), max_nodes, np.int32),
@@ -131,10 +131,10 @@ def edited(tokens: NDArray[np.int32], random: np.random.Generator) -> NDArray[np
 
 
 def fill(
-    drafter: NgramDrafter, sequences: list[NDArray[np.int32]], slot: int, extra_tokens: int, clock: Clock
+    drafter: NgramDrafter, sequences: list[NDArray[np.int32]], batch_slot: int, extra_tokens: int, clock: Clock
 ) -> tuple[int, float]:
     """Insert sequences until the trie is full, then ``extra_tokens``; return tokens and seconds."""
-    row = SlotFeed(slot, itertools.cycle(sequences))
+    row = BatchSlotFeed(batch_slot, itertools.cycle(sequences))
     total, seconds, left = 0, 0.0, extra_tokens
     for step in itertools.count(1):
         taken = row.take(FILL_CHUNK)
@@ -149,7 +149,9 @@ def fill(
     raise AssertionError("unreachable")
 
 
-def idle_call(drafter: NgramDrafter, rows: list[SlotFeed], nothing: list[NDArray[np.int32]], clock: Clock) -> float:
+def idle_call(
+    drafter: NgramDrafter, rows: list[BatchSlotFeed], nothing: list[NDArray[np.int32]], clock: Clock
+) -> float:
     """Return the median seconds of a call for these rows that neither inserts nor matches."""
     request = make_request(0, rows, nothing, max_nodes=1)
     calls = []
@@ -164,12 +166,12 @@ def idle_call(drafter: NgramDrafter, rows: list[SlotFeed], nothing: list[NDArray
 
 def stream(
     drafter: NgramDrafter,
-    rows: list[SlotFeed],
+    rows: list[BatchSlotFeed],
     steps: int,
     new_tokens: int,
     max_nodes: int,
     clock: Clock,
-    predict: Callable[[SlotFeed], NDArray[np.int32]] | None = None,
+    predict: Callable[[BatchSlotFeed], NDArray[np.int32]] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
     """Return each step's insert microseconds a token and match microseconds a row, and nodes a row.
 
@@ -230,9 +232,9 @@ def main() -> int:
     start = time.perf_counter()
     drafter = NgramDrafter(NgramSettings(capacity=arguments.capacity, order=arguments.order))
     print(f"start: {time.perf_counter() - start:.1f} s (compiled, or loaded from the cache)")
-    drafter.attach(TargetInfo("benchmark", vocab_size, MAX_SEQUENCE, max_slots=64, max_nodes=256), None)
+    drafter.attach(TargetInfo("benchmark", vocab_size, MAX_SEQUENCE, max_batch_slots=64, max_nodes=256), None)
     before = resident_mb()
-    tokens, seconds = fill(drafter, history, slot=63, extra_tokens=200_000, clock=clock)
+    tokens, seconds = fill(drafter, history, batch_slot=63, extra_tokens=200_000, clock=clock)
     gauges = drafter.gauges()
     print(
         f"fill: {tokens:,} tokens, {seconds * 1e6 / tokens:.2f} us a token in chunks of {FILL_CHUNK}; "
@@ -242,10 +244,10 @@ def main() -> int:
     # The text of each part is new to the drafter.
     sequences = itertools.cycle(streamed[:-8])
     random = np.random.default_rng(0)
-    kinds: dict[str, Callable[[SlotFeed], NDArray[np.int32]] | None] = {
+    kinds: dict[str, Callable[[BatchSlotFeed], NDArray[np.int32]] | None] = {
         "": None,
         ", close predictions": lambda row: edited(row.tokens, random),
-        ", useless predictions": lambda row: streamed[-1 - row.slot],
+        ", useless predictions": lambda row: streamed[-1 - row.batch_slot],
         ", corpora": None,
     }
     for (kind, predict), count in itertools.product(kinds.items(), (1, 8)):
@@ -254,7 +256,7 @@ def main() -> int:
             corpus = np.concatenate(history)[:CORPUS_TOKENS]
             drafter.corpora.add("history", corpus)
             print(f"a corpus of {len(corpus):,} tokens: sorted in {time.perf_counter() - start:.1f} s")
-        rows = [SlotFeed(slot, sequences) for slot in range(count)]
+        rows = [BatchSlotFeed(batch_slot, sequences) for batch_slot in range(count)]
         inserts, matches, nodes = stream(drafter, rows, arguments.steps, 2, arguments.max_nodes, clock, predict)
         good &= report(f"insert, {count} rows x 2 tokens{kind}, per token", inserts, MAX_INSERT_US)
         good &= report(f"match, {count} rows, {nodes:.1f} nodes drafted{kind}, per row", matches, MAX_MATCH_US)

@@ -181,7 +181,7 @@ class SilentDrafter:
     def is_idle(self) -> bool:
         return True
 
-    def release(self, slots: Items[int]) -> None:
+    def release(self, batch_slots: Items[int]) -> None:
         """Ignore it: no sequence is known."""
 
     def receive(self, timeout_s: float) -> DraftBatch | None:
@@ -225,7 +225,9 @@ def source_code() -> NDArray[np.int32]:
 
 def ngram_source(batch: int, length: int, nodes: int) -> InProcessClient:
     """Return an n-gram drafter in this process."""
-    target = TargetInfo(checkpoint_hash="", vocab_size=VOCAB, max_model_len=length, max_slots=batch, max_nodes=nodes)
+    target = TargetInfo(
+        checkpoint_hash="", vocab_size=VOCAB, max_model_len=length, max_batch_slots=batch, max_nodes=nodes
+    )
     return InProcessClient("ngram", NgramDrafter(NgramSettings()), target, EPOCH)
 
 

@@ -32,7 +32,9 @@ from verifier_svc.drafters.source import DraftSource, TransportName
 
 EPOCH = 1
 NODES = 8
-TARGET = TargetInfo(checkpoint_hash="bench", vocab_size=1 << 15, max_model_len=4096, max_slots=64, max_nodes=NODES)
+TARGET = TargetInfo(
+    checkpoint_hash="bench", vocab_size=1 << 15, max_model_len=4096, max_batch_slots=64, max_nodes=NODES
+)
 TIMEOUT_S = 30.0
 
 
@@ -60,7 +62,7 @@ class ConstantDrafter:
             np.zeros(rows * NODES, np.float32),
         )
 
-    def release(self, slots: object) -> None:
+    def release(self, batch_slots: object) -> None:
         """Release nothing."""
 
     def gauges(self) -> dict[str, float]:
@@ -75,7 +77,7 @@ def run_drafter(address: str, spin_us: int) -> None:
 def new_request(step_id: int, rows: int) -> DraftRequest:
     """Return the draft request of a decode step that gave each row two new tokens."""
     records = np.ones(rows, ROW_DTYPE)
-    records["slots"], records["max_nodes"] = np.arange(rows), NODES
+    records["batch_slots"], records["max_nodes"] = np.arange(rows), NODES
     records["lengths"], records["prompt_lengths"] = 300 + 2 * step_id, 300
     nothing = [0] * rows
     starts = starts_of([2] * rows, nothing, nothing, nothing)

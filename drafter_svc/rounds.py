@@ -47,48 +47,48 @@ _NONE = -1
 class RoundCounts:
     """The counts of one attachment, by batch slot. Only the drafter's thread uses it."""
 
-    def __init__(self, max_slots: int) -> None:
-        self._counts = np.zeros(max_slots, _COUNTS)
+    def __init__(self, max_batch_slots: int) -> None:
+        self._counts = np.zeros(max_batch_slots, _COUNTS)
         self._counts["generation"] = _NONE
-        # Sequences that lost their slot and are not taken yet, oldest first; at
-        # most as many as there are slots.
+        # Sequences that lost their batch slot and are not taken yet, oldest first; at
+        # most as many as there are batch slots.
         self._former: OrderedDict[tuple[int, int], SequenceRounds] = OrderedDict()
 
     def count(self, request: DraftRequest, began_ns: int, ended_ns: int) -> None:
         """Count a request that was answered. Times are as of time.time_ns()."""
-        rows = np.flatnonzero(request.slots >= 0)
-        # A slot's ended sequence may have a row before that of its new one.
-        _, first = np.unique(request.slots[rows], return_index=True)
+        rows = np.flatnonzero(request.batch_slots >= 0)
+        # A batch slot's ended sequence may have a row before that of its new one.
+        _, first = np.unique(request.batch_slots[rows], return_index=True)
         self._add(request, rows[np.sort(first)], began_ns, ended_ns)
         if len(first) < len(rows):
             self._add(request, np.delete(rows, first), began_ns, ended_ns)
 
-    def take(self, slot: int, generation: int) -> SequenceRounds | None:
+    def take(self, batch_slot: int, generation: int) -> SequenceRounds | None:
         """Return a sequence's counts and forget them; None if there are none."""
-        if slot < len(self._counts) and self._counts[slot]["generation"] == generation:
-            found = self._rounds(slot)
-            self._counts[slot]["generation"] = _NONE
+        if batch_slot < len(self._counts) and self._counts[batch_slot]["generation"] == generation:
+            found = self._rounds(batch_slot)
+            self._counts[batch_slot]["generation"] = _NONE
             return found
-        return self._former.pop((slot, generation), None)
+        return self._former.pop((batch_slot, generation), None)
 
     def _add(self, request: DraftRequest, rows: np.ndarray, began_ns: int, ended_ns: int) -> None:
-        slots, generations = request.slots[rows], request.generations[rows]
+        batch_slots, generations = request.batch_slots[rows], request.generations[rows]
         counts = self._counts
-        for slot, generation in zip(slots.tolist(), generations.tolist(), strict=True):
-            if counts[slot]["generation"] != generation:
-                self._retire(slot)
-                counts[slot] = (generation, began_ns, ended_ns, 0, 0, 0.0)
-        counts["ended_ns"][slots] = ended_ns
-        counts["num_rounds"][slots] += request.max_nodes[rows] > 1
-        counts["num_tokens"][slots] += np.diff(request.new_token_starts)[rows]
-        counts["busy_s"][slots] += (ended_ns - began_ns) / 1e9
+        for batch_slot, generation in zip(batch_slots.tolist(), generations.tolist(), strict=True):
+            if counts[batch_slot]["generation"] != generation:
+                self._retire(batch_slot)
+                counts[batch_slot] = (generation, began_ns, ended_ns, 0, 0, 0.0)
+        counts["ended_ns"][batch_slots] = ended_ns
+        counts["num_rounds"][batch_slots] += request.max_nodes[rows] > 1
+        counts["num_tokens"][batch_slots] += np.diff(request.new_token_starts)[rows]
+        counts["busy_s"][batch_slots] += (ended_ns - began_ns) / 1e9
 
-    def _retire(self, slot: int) -> None:
-        generation = int(self._counts[slot]["generation"])
+    def _retire(self, batch_slot: int) -> None:
+        generation = int(self._counts[batch_slot]["generation"])
         if generation != _NONE:
-            self._former[slot, generation] = self._rounds(slot)
+            self._former[batch_slot, generation] = self._rounds(batch_slot)
             if len(self._former) > len(self._counts):
                 self._former.popitem(last=False)
 
-    def _rounds(self, slot: int) -> SequenceRounds:
-        return SequenceRounds(*self._counts[slot].item()[1:])
+    def _rounds(self, batch_slot: int) -> SequenceRounds:
+        return SequenceRounds(*self._counts[batch_slot].item()[1:])

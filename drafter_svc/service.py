@@ -17,7 +17,7 @@ from foretoken.errors import InvalidRequestError, PreconditionError, Unavailable
 from foretoken.tracing import Tracer
 from foretoken.transports.arena_layout import LAYOUT_VERSION
 from foretoken.transports.draft_wire import batch_to_proto, needs_to_proto, request_from_proto, target_from_proto
-from foretoken.transports.transport import ROWS_PER_SLOT
+from foretoken.transports.transport import ROWS_PER_BATCH_SLOT
 from protos import drafter_pb2, drafter_pb2_grpc
 
 SPAN_NAME = "draft"
@@ -74,7 +74,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
             async with contextlib.aclosing(_until_ended(requests, attachment)) as messages:
                 async for message in messages:
                     request = request_from_proto(
-                        message, ROWS_PER_SLOT * attachment.target.max_slots, attachment.hidden_width
+                        message, ROWS_PER_BATCH_SLOT * attachment.target.max_batch_slots, attachment.hidden_width
                     )
                     if request.epoch != attachment.epoch:
                         raise PreconditionError(f"epoch {request.epoch}, this attachment's is {attachment.epoch}")
@@ -161,7 +161,9 @@ def _corpus_to_proto(info: CorpusInfo) -> drafter_pb2.Corpus:
 
 def _target_of(message: drafter_pb2.TargetInfo) -> TargetInfo:
     if min(message.max_slots, message.max_nodes, message.vocab_size, message.block_size) < 1:
-        raise InvalidRequestError("target: slots, nodes, vocabulary and block size must be at least 1", field="target")
+        raise InvalidRequestError(
+            "target: batch slots, nodes, vocabulary and block size must be at least 1", field="target"
+        )
     return target_from_proto(message)
 
 

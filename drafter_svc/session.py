@@ -75,7 +75,7 @@ class Session:
             undo.pop_all()
         self.peer = peer
         self.attachment = AttachedVerifier(epoch, target, needs, "grpc" if peer is None else "shared-memory")
-        self._rounds = RoundCounts(target.max_slots) if self._counts_rounds else None
+        self._rounds = RoundCounts(target.max_batch_slots) if self._counts_rounds else None
         logger.info("attached over %s: epoch %d", self.attachment.transport, epoch)
         logger.debug("the target: %s", target)
         return self.attachment, self.drafter.algorithm, b"" if peer is None else peer.digest
@@ -95,17 +95,17 @@ class Session:
             self._fail(error)
             raise UnavailableError(f"the drafter failed: {error!r}") from error
 
-    def rounds(self, epoch: int, slot: int, generation: int) -> SequenceRounds | None:
+    def rounds(self, epoch: int, batch_slot: int, generation: int) -> SequenceRounds | None:
         """Return the rounds as DrafterThread.rounds does."""
         is_current = self.attachment is not None and self.attachment.epoch == epoch
-        return self._rounds.take(slot, generation) if is_current and self._rounds is not None else None
+        return self._rounds.take(batch_slot, generation) if is_current and self._rounds is not None else None
 
-    def release(self, epoch: int, slots: list[int]) -> None:
+    def release(self, epoch: int, batch_slots: list[int]) -> None:
         """Release as DrafterThread.release does."""
         if self.attachment is None or self.attachment.epoch != epoch:
             raise PreconditionError(f"not attached to epoch {epoch}")
         try:
-            self.drafter.release(slots)
+            self.drafter.release(batch_slots)
         except Exception as error:
             self._fail(error)
             raise UnavailableError(f"the drafter failed: {error!r}") from error
@@ -166,7 +166,7 @@ class Session:
             return
         logger.info("detached: %s", reason)
         try:
-            self.drafter.release(range(attachment.target.max_slots))
+            self.drafter.release(range(attachment.target.max_batch_slots))
         except Exception as error:
             logger.error("the drafter failed to release its sequences", exc_info=error)
         attachment.ended.set_result(reason)

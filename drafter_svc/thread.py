@@ -82,13 +82,13 @@ class DrafterThread:
         """
         return self._submit(lambda session: session.draft(attachment, request))
 
-    def release(self, epoch: int, slots: list[int]) -> Future[None]:
-        """Forget slots. Raises PreconditionError if the attachment has another epoch."""
-        return self._submit(lambda session: session.release(epoch, slots))
+    def release(self, epoch: int, batch_slots: list[int]) -> Future[None]:
+        """Forget batch slots. Raises PreconditionError if the attachment has another epoch."""
+        return self._submit(lambda session: session.release(epoch, batch_slots))
 
-    def rounds(self, epoch: int, slot: int, generation: int) -> Future[SequenceRounds | None]:
+    def rounds(self, epoch: int, batch_slot: int, generation: int) -> Future[SequenceRounds | None]:
         """Return what was done for a sequence, and forget it; None if nothing is known of it."""
-        return self._submit(lambda session: session.rounds(epoch, slot, generation))
+        return self._submit(lambda session: session.rounds(epoch, batch_slot, generation))
 
     def gauges(self) -> Future[dict[str, float]]:
         """Return the drafter's gauges."""

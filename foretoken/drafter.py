@@ -45,7 +45,7 @@ class Drafter(Protocol):
         """Learn the new tokens, then propose a tree for each row that asks for one."""
         ...
 
-    def release(self, slots: Sequence[int]) -> None:
+    def release(self, batch_slots: Sequence[int]) -> None:
         """Forget the sequences in these batch slots. What other sequences can use stays."""
         ...
 

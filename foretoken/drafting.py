@@ -24,7 +24,7 @@ Float32 = NDArray[np.float32]
 ROW_COLUMNS: dict[str, type[Any]] = {
     "salts": np.uint64,
     "seeds": np.uint64,
-    "slots": np.int32,
+    "batch_slots": np.int32,
     "generations": np.int32,
     "lengths": np.int32,
     "prompt_lengths": np.int32,
@@ -78,7 +78,7 @@ class TargetInfo:
     checkpoint_hash: str
     vocab_size: int
     max_model_len: int
-    max_slots: int
+    max_batch_slots: int
     max_nodes: int
     hidden_size: int = 0
     num_layers: int = 0
@@ -129,7 +129,7 @@ class DeviceStep(NamedTuple):
     The trees go there, too (foretoken.overlap_memory).
 
     The first ``num_batch_rows`` rows of a request are the batch rows of the device memory, in
-    order. An empty one has slot -1, generation 0 and length 0. None of them has new tokens.
+    order. An empty one has batch slot -1, generation 0 and length 0. None of them has new tokens.
 
     The rows after them are prompt rows. They have new tokens and blocks as in a request that
     carries its tokens; the hidden states of their last ``device_hidden`` new tokens are consecutive
@@ -167,8 +167,8 @@ class DraftRequest:
     earlier tokens (it attached late, or a request was lost) notices by the length, and drafts from
     what it has. The drafter learns the tokens of a row whose ``max_nodes`` is 1, but drafts nothing
     for it. A request has at most two rows a batch slot: the last tokens of an ended sequence come
-    before the slot's new sequence. A transport may split a request with many new tokens; its parts
-    share the step id.
+    before the batch slot's new sequence. A transport may split a request with many new tokens; its
+    parts share the step id.
 
     ``rows`` holds the row columns, one record of ROW_DTYPE a row. Four columns are ragged: row
     ``r`` has ``values[starts[r]:starts[r + 1]]``. ``starts``, int32 [4, rows + 1], holds their
@@ -178,8 +178,8 @@ class DraftRequest:
     Attributes:
         epoch: the verifier's; a reply with another epoch is dropped.
         step_id: grows by at least 1 from request to request; the reply repeats it.
-        slots: int32; the sequence's batch slot, stable while it runs.
-        generations: int32; a new value means a new sequence in the slot: forget the old one.
+        batch_slots: int32; the sequence's batch slot, stable while it runs.
+        generations: int32; a new value means a new sequence in the batch slot: forget the old one.
         lengths: int32; committed tokens including ``new_tokens``; the last one is the root.
         prompt_lengths: int32; the first so many committed tokens are the prompt.
         max_nodes: int32; nodes of the tree at most, root included; 1: do not draft.
@@ -223,7 +223,7 @@ class DraftRequest:
     device_step: DeviceStep | None = None
 
     salts, seeds = _column("salts"), _column("seeds")
-    slots, generations = _column("slots"), _column("generations")
+    batch_slots, generations = _column("batch_slots"), _column("generations")
     lengths, prompt_lengths = _column("lengths"), _column("prompt_lengths")
     max_nodes, max_depths, max_branches = _column("max_nodes"), _column("max_depths"), _column("max_branches")
     choice_indices, temperatures = _column("choice_indices"), _column("temperatures")
@@ -239,7 +239,7 @@ class DraftRequest:
 
         Raises ValueError if they differ in length, KeyError if one is missing.
         """
-        rows = np.zeros(len(columns["slots"]), ROW_DTYPE)
+        rows = np.zeros(len(columns["batch_slots"]), ROW_DTYPE)
         starts = np.empty((len(RAGGED_COLUMNS), len(rows) + 1), np.int32)
         if any(len(columns[name]) != len(rows) for name in ROW_COLUMNS) or any(
             len(columns[name]) != len(rows) + 1 for name in RAGGED_COLUMNS.values()

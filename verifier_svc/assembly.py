@@ -96,7 +96,7 @@ def load_target(
     walker = DeviceWalker(
         vocab_size=on_device.config.vocab_size,
         token_limit=num_token_ids(settings.model, on_device.config.vocab_size),
-        max_slots=settings.max_running_requests,
+        max_batch_slots=settings.max_running_requests,
         max_rows=sizes.wanted,
         max_nodes=settings.speculative_num_draft_tokens,
         device=backend.device,

@@ -9,7 +9,7 @@ from protos import verifier_pb2
 from verifier_svc.messages import ErrorEvent, Event, FinishedEvent, TokensEvent
 
 # Fields that the messages have under the same name.
-_FINISHED_FIELDS = wire.field_names(FinishedEvent, without=("key", "reason", "speculation", "slot", "generation"))
+_FINISHED_FIELDS = wire.field_names(FinishedEvent, without=("key", "reason", "speculation", "batch_slot", "generation"))
 _ERROR_FIELDS = wire.field_names(ErrorEvent, without=("key",))
 
 

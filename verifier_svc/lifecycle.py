@@ -237,7 +237,7 @@ class Lifecycle:
                 queue_ms=queue_ms,
                 prefill_ms=prefill_ms,
                 decode_ms=decode_ms,
-                slot=sequence.slot,
+                batch_slot=sequence.batch_slot,
                 generation=sequence.generation,
             )
         )

@@ -106,8 +106,8 @@ class FinishedEvent:
     queue_ms: float
     prefill_ms: float
     decode_ms: float = 0.0
-    # The batch slot that it had last, and which of the slot's sequences it was; -1: it had none.
-    slot: int = -1
+    # The batch slot that it had last, and which of its sequences this was; -1: it had none.
+    batch_slot: int = -1
     generation: int = 0
 
 

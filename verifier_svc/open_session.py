@@ -57,8 +57,8 @@ class OpenSession:
             parent = tracing.trace_context(message.traceparent, message.tracestate)
             self.spans.start(key, message.attempt, parent)
 
-    def _trace_drafter(self, name: str, slot: int, generation: int, parent: TraceContext) -> None:
-        self._engine.speculator.drafter(name).source.trace_sequence(slot, generation, parent)
+    def _trace_drafter(self, name: str, batch_slot: int, generation: int, parent: TraceContext) -> None:
+        self._engine.speculator.drafter(name).source.trace_sequence(batch_slot, generation, parent)
 
     def wake(self) -> None:
         """End the wait in ``events``."""

@@ -71,7 +71,7 @@ class SequenceSpans:
         if span.is_recording:
             _record_phases(self._tracer, span, event, ended_ns)
             for drafter in event.speculation.drafters:
-                self._trace_drafter(drafter.name, event.slot, event.generation, span.context)
+                self._trace_drafter(drafter.name, event.batch_slot, event.generation, span.context)
         span.end(_figures(event), error, ended_ns)
 
     def close(self) -> None:

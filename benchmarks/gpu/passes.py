@@ -138,7 +138,7 @@ def draft_request(batch: int, shape: tuple[int, int, int, int], width: int, gene
         "top_ps": 1,
     }
     columns = {name: np.full(batch, constants.get(name, 0), dtype) for name, dtype in ROW_COLUMNS.items()}
-    columns["slots"] = np.arange(batch, dtype=np.int32)
+    columns["batch_slots"] = np.arange(batch, dtype=np.int32)
     ragged = {
         "new_tokens": random.integers(0, 8000, (batch, new), np.int32),
         "hidden": random.standard_normal((batch, num_hidden, width)).astype(np.float32),
@@ -298,7 +298,7 @@ def _info(model: Path, num_layers: int, hidden_size: int) -> TargetInfo:
         checkpoint_hash="benchmark",
         vocab_size=load_config(model).vocab_size,
         max_model_len=MAX_MODEL_LEN,
-        max_slots=MAX_BATCH,
+        max_batch_slots=MAX_BATCH,
         max_nodes=max(ROWS),
         hidden_size=hidden_size,
         num_layers=num_layers,

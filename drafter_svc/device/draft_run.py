@@ -42,7 +42,7 @@ class DraftRun:
         self.number = step.number
         named = request.rows[: step.num_batch_rows]
         stages.request_trees(named)
-        self.batch = BatchRows(named["slots"].tolist())
+        self.batch = BatchRows(named["batch_slots"].tolist())
         self.batch.wants_tree = stages.requested.shapes[: len(named), kernel.MAX_DEPTH] > 0
         self._find_sequences(named, request, last_sequences)
         # None: the run has no batch rows, and its steps only compute prompts.
@@ -54,7 +54,7 @@ class DraftRun:
         generations, salts, lengths = (named[name].tolist() for name in ("generations", "salts", "lengths"))
         starts, block_ids = request.block_starts.tolist(), request.block_ids.tolist()
         for index, length in enumerate(lengths):
-            sequence = rows.find(batch.slots[index], generations[index], salts[index])
+            sequence = rows.find(batch.batch_slots[index], generations[index], salts[index])
             if sequence is None:
                 continue
             known = sequence.length

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 from foretoken_kernels.cpu import draft_tree as kernel
-from foretoken_kernels.overlap_state import NO_SLOT
 from numpy.typing import NDArray
 
-from drafter_svc.device.batch_rows import BatchRows
+from drafter_svc.device.batch_rows import NO_BATCH_SLOT, BatchRows
 from drafter_svc.device.draft_stage import NO_STEP, DraftStage
 from drafter_svc.device.levels import DeviceLevels, TreeShape
 from drafter_svc.trees.growth import set_tree_requests
@@ -31,7 +30,7 @@ class DraftStages:
 
     Args:
         max_blocks: blocks of the longest sequence.
-        scratch: int32 [slots, blocks]; of the model's cache, for the trees.
+        scratch: int32 [batch_slots, blocks]; of the model's cache, for the trees.
         graphs: whether drafts are captured.
 
     Attributes:
@@ -100,6 +99,6 @@ class DraftStages:
         shapes[:, [kernel.MAX_DEPTH, kernel.MAX_BRANCHES]] = max(layout.tokens - 1, 1), 1
         count = 1
         while count <= layout.batch_rows:
-            self.set_up(BatchRows([NO_SLOT] * count), NO_STEP).launch()
+            self.set_up(BatchRows([NO_BATCH_SLOT] * count), NO_STEP).launch()
             count *= 2
         self._stages.clear()

@@ -23,7 +23,7 @@ from drafter_svc.device.levels import (
 )
 from drafter_svc.device.overlapped_draft import OverlappedDraft
 from drafter_svc.trees.figures import PassFigures
-from drafter_svc.trees.growth import MAX_BRANCHES, ROWS_PER_SLOT, PassOutput
+from drafter_svc.trees.growth import MAX_BRANCHES, ROWS_PER_BATCH_SLOT, PassOutput
 from drafter_svc.trees.rows import DraftRows
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.models.device_batch import seq_bucket, table_bucket
@@ -90,10 +90,12 @@ class DeviceGrowth:
         self._model, self._target, self._sizes, self._is_warm = model, target, sizes, warm
         self._levels = DeviceLevels(model, target, scale, num_slots=num_slots, device=device, dtype=dtype)
         # The rows' tree requests, in the same form as on the CPU; it holds no tree.
-        self.trees = kernel.new_trees(ROWS_PER_SLOT * target.max_slots, 2, 1)
-        self._root_logits = torch.zeros((target.max_slots, model.draft_vocab_size), dtype=torch.float32, device=device)
-        self._root_hidden = torch.zeros((target.max_slots, max(model.hidden_size, 1)), dtype=dtype, device=device)
-        self._ends = PinnedBuffers({"ends": ((target.max_slots,), torch.int32)}, device)
+        self.trees = kernel.new_trees(ROWS_PER_BATCH_SLOT * target.max_batch_slots, 2, 1)
+        self._root_logits = torch.zeros(
+            (target.max_batch_slots, model.draft_vocab_size), dtype=torch.float32, device=device
+        )
+        self._root_hidden = torch.zeros((target.max_batch_slots, max(model.hidden_size, 1)), dtype=dtype, device=device)
+        self._ends = PinnedBuffers({"ends": ((target.max_batch_slots,), torch.int32)}, device)
         self._stages: dict[TreeShape, _Stage] = {}
         self._graphs = DeviceGraphs(sizes.graphs and device.type == "cuda")
         # The current request's drafted rows, and the stage that holds their trees.
@@ -118,7 +120,7 @@ class DeviceGrowth:
         shape = TreeShape.of(
             self.trees,
             rows,
-            trees=min(seq_bucket(len(rows)), self._target.max_slots),
+            trees=min(seq_bucket(len(rows)), self._target.max_batch_slots),
             nodes=self._target.max_nodes,
             blocks=min(table_bucket(-(-longest // places.block_size)), self._sizes.blocks),
         )

@@ -36,7 +36,7 @@ class OverlappedDraft:
 
     Args:
         pass_sizes: the largest passes of the model; ``graphs``: whether drafts are captured.
-        scratch: int32 [slots, blocks]; of the model's cache, for the trees.
+        scratch: int32 [batch_slots, blocks]; of the model's cache, for the trees.
 
     Raises:
         PreconditionError: the memory is not of the target's sizes, or not where the model is.
@@ -112,19 +112,19 @@ class OverlappedDraft:
         self._last_sequences = frozenset(sequence.number for sequence in run.batch.sequences if sequence)
         self._run = None
 
-    def release(self, slots: Sequence[int]) -> None:
-        """Stop drafting for these slots.
+    def release(self, batch_slots: Sequence[int]) -> None:
+        """Stop drafting for these batch slots.
 
         A run ends without the verifier if nothing is left of it.
         """
-        run, prompt_slots = self._run, self._prompts.slots
+        run, prompt_batch_slots = self._run, self._prompts.batch_slots
         if run is None:
             return
-        released = [index for index, slot in enumerate(run.batch.slots) if slot in slots]
+        released = [index for index, batch_slot in enumerate(run.batch.batch_slots) if batch_slot in batch_slots]
         for index in released:
             run.batch.empty(index)
-        waiting = {slot for slot in prompt_slots if slot not in slots}
-        is_touched = bool(released) or len(waiting) < len(prompt_slots)
+        waiting = {batch_slot for batch_slot in prompt_batch_slots if batch_slot not in batch_slots}
+        is_touched = bool(released) or len(waiting) < len(prompt_batch_slots)
         if is_touched and not waiting and not any(run.batch.sequences):
             self._order.release_step(run.number)
             self.finish()
@@ -181,10 +181,10 @@ class OverlappedDraft:
 def _check_memory(memory: OverlapMemory, levels: DeviceLevels, target: TargetInfo, pass_sizes: PassSizes) -> None:
     """Raise PreconditionError if overlapped drafts cannot use this memory."""
     layout, width = memory.layout, levels.model.hidden_width
-    if layout.batch_rows > target.max_slots or layout.batch_rows * layout.tokens > pass_sizes.rows:
+    if layout.batch_rows > target.max_batch_slots or layout.batch_rows * layout.tokens > pass_sizes.rows:
         raise PreconditionError(
             f"a step of {layout.batch_rows} sequences, {layout.tokens} tokens each, is more than the drafter's "
-            f"{target.max_slots} slots and {pass_sizes.rows} rows"
+            f"{target.max_batch_slots} batch slots and {pass_sizes.rows} rows"
         )
     if (width and layout.hidden_width != width) or levels.model.num_depths > 1:
         raise PreconditionError(

@@ -34,13 +34,13 @@ class _LearntPrompts(NamedTuple):
 
     Attributes:
         number: the step that computes them.
-        slots: the rows' batch slots.
+        batch_slots: the rows' batch slots.
         work: the passes that write them.
         arrays: the rows of each pass on the device.
     """
 
     number: int
-    slots: list[int]
+    batch_slots: list[int]
     work: PromptPasses
     arrays: list[DeviceArrays]
 
@@ -73,15 +73,15 @@ class PromptWriter:
         self._learnt: _LearntPrompts | None = None
 
     @property
-    def slots(self) -> list[int]:
+    def batch_slots(self) -> list[int]:
         """Batch slots of the prompts whose KV entries may not be written yet."""
-        return [] if self._learnt is None else self._learnt.slots
+        return [] if self._learnt is None else self._learnt.batch_slots
 
     def learn(self, request: DraftRequest, step: DeviceStep) -> None:
         """Learn a request's prompt rows, and send the rows of their passes to the device."""
         work = self._prompt_rows.learn(request)
         arrays = [self._levels.model.upload(part.batch) for part in work.passes]
-        self._learnt = _LearntPrompts(step.number, request.slots[step.num_batch_rows :].tolist(), work, arrays)
+        self._learnt = _LearntPrompts(step.number, request.batch_slots[step.num_batch_rows :].tolist(), work, arrays)
         self._figures.extend_tokens += sum(part.batch.num_rows for part in work.passes)
 
     def write(self, number: int) -> None:

@@ -7,9 +7,8 @@ from collections import deque
 
 import torch
 from foretoken_kernels.cpu import draft_tree as kernel
-from foretoken_kernels.overlap_state import NO_SLOT
 
-from drafter_svc.device.batch_rows import BatchRows
+from drafter_svc.device.batch_rows import NO_BATCH_SLOT, BatchRows
 from drafter_svc.device.draft_stage import NO_STEP
 from drafter_svc.device.draft_stages import DraftStages
 from drafter_svc.device.usual_drafts import UsualDraft, usual_drafts
@@ -48,7 +47,7 @@ class UsualCaptures:
                 logger.warning("little memory is left on the GPU: other graphs are captured once requests need them")
                 self._waiting.clear()
                 return False
-            batch = BatchRows([NO_SLOT] * usual.batch_rows)
+            batch = BatchRows([NO_BATCH_SLOT] * usual.batch_rows)
             batch.num_blocks[0] = usual.num_blocks
             stage = stages.set_up(batch, NO_STEP)
             stages.graphs.run(stage.shape, stage.launch)

@@ -42,9 +42,9 @@ class ModelDrafter:
         """Prepare as DraftsOverlapped says."""
         return self._passes is not None and self._passes.prepare()
 
-    def release(self, slots: Sequence[int]) -> None:
+    def release(self, batch_slots: Sequence[int]) -> None:
         if self._passes is not None:
-            self._passes.release(slots)
+            self._passes.release(batch_slots)
 
     def gauges(self) -> dict[str, float]:
         return {} if self._passes is None else self._passes.figures.gauges()

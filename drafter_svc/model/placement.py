@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from drafter_svc.config import DrafterSettings
-from drafter_svc.trees.growth import MAX_BRANCHES, ROWS_PER_SLOT, Growth, GrowthMaker, PassOutput
+from drafter_svc.trees.growth import MAX_BRANCHES, ROWS_PER_BATCH_SLOT, Growth, GrowthMaker, PassOutput
 from drafter_svc.trees.passes import (
     ENTRY_ROWS,
     GPU_ENTRY_ROWS,
@@ -103,11 +103,11 @@ class ModelPlacement(NamedTuple):
         """Return the largest passes of a draft model; None on a CPU, whose buffers grow."""
         if not self.is_gpu:
             return None
-        beams = target.max_slots * MAX_BRANCHES
+        beams = target.max_batch_slots * MAX_BRANCHES
         return PassSizes(
             rows=max(PASS_ROWS, beams),
             wanted=beams,
-            seqs=ROWS_PER_SLOT * target.max_slots,
+            seqs=ROWS_PER_BATCH_SLOT * target.max_batch_slots,
             blocks=self._table_blocks(target),
             graphs=self.graphs,
         )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from drafter_svc.ngram.candidates import new_scratch
 from drafter_svc.ngram.corpora import CorpusStore
-from drafter_svc.ngram.sequences import GENERATION, NUM_COLUMNS, SLOT_OF, new_sequences
+from drafter_svc.ngram.sequences import BATCH_SLOT_OF, GENERATION, NUM_COLUMNS, new_sequences
 from drafter_svc.ngram.settings import NgramSettings
 from drafter_svc.ngram.tree import Drafted, SentRows, draft_rows
 from drafter_svc.ngram.trie import NUM_EVICTIONS, NUM_NODES, new_trie
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def make_drafter(settings: DrafterSettings) -> NgramDrafter:
     """Make the drafter, compiled and attached to a small target: no request waits for it."""
     drafter = NgramDrafter(settings.options["ngram"])
-    drafter.attach(TargetInfo(checkpoint_hash="", vocab_size=2, max_model_len=2, max_slots=1, max_nodes=2), None)
+    drafter.attach(TargetInfo(checkpoint_hash="", vocab_size=2, max_model_len=2, max_batch_slots=1, max_nodes=2), None)
     return drafter
 
 
@@ -37,8 +37,8 @@ class NgramDrafter:
     """A ``foretoken.drafter.Drafter`` that holds corpora.
 
     A tenant's history and the corpora outlive sequences, and attachments to the same target.
-    Memory: 44 bytes a node of ``capacity``, touched as the trie fills; for each slot 8 bytes a
-    token of its longest sequence and 4 a token of its longest prediction; 8 bytes a token of the
+    Memory: 44 bytes a node of ``capacity``, touched as the trie fills; for each batch slot 8 bytes
+    a token of its longest sequence and 4 a token of its longest prediction; 8 bytes a token of the
     corpora.
 
     The constructor compiles, once per installation (10 to 20 s), or loads the cached code (0.3 s),
@@ -66,24 +66,24 @@ class NgramDrafter:
     def needs(self, target: TargetInfo) -> DrafterNeeds:
         """Return needs of tokens only.
 
-        Raises PreconditionError for a target without tokens, slots or nodes.
+        Raises PreconditionError for a target without tokens, batch slots or nodes.
         """
-        if min(target.vocab_size, target.max_model_len, target.max_slots, target.max_nodes) < 1:
-            raise PreconditionError("the n-gram drafter needs a target with tokens, a context, slots and nodes")
+        if min(target.vocab_size, target.max_model_len, target.max_batch_slots, target.max_nodes) < 1:
+            raise PreconditionError("the n-gram drafter needs a target with tokens, a context, batch slots and nodes")
         return DrafterNeeds()
 
     def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
         """Forget every sequence and, if the target is another one, history and corpora too.
 
         Raises:
-            PreconditionError: the target has no tokens, slots or nodes.
+            PreconditionError: the target has no tokens, batch slots or nodes.
         """
         self.needs(target)
         if self._target is not None and self._target.checkpoint_hash != target.checkpoint_hash:
             self._trie = new_trie(self._settings.capacity)
             self.corpora.clear()
         self._target = target
-        self._sequences = new_sequences(target.max_slots, target.max_model_len, self._depth)
+        self._sequences = new_sequences(target.max_batch_slots, target.max_model_len, self._depth)
         self._scratch = new_scratch(target.max_nodes, self._settings.max_bfs_breadth, self._depth)
         self._options = self._make_options(target.vocab_size)
 
@@ -93,11 +93,11 @@ class NgramDrafter:
         Does not learn tokens outside the vocabulary, nor n-grams across them.
         """
         rows = request.num_rows
-        # In the order of SLOT_OF and the names after it. One array, because numba unboxes each
-        # argument.
+        # In the order of BATCH_SLOT_OF and the names after it. One array, because numba unboxes
+        # each argument.
         columns = np.array(
             (
-                request.slots,
+                request.batch_slots,
                 request.generations,
                 request.lengths,
                 request.max_nodes,
@@ -135,13 +135,13 @@ class NgramDrafter:
             drafted.scores[:total],
         )
 
-    def release(self, slots: Sequence[int]) -> None:
-        """Forget the text of slots; their tenants' history stays."""
-        for slot in slots:
-            if 0 <= slot < len(self._sequences.state):
-                self._sequences.state[slot] = 0
-                self._sequences.state[slot, GENERATION] = -1
-                self._sequences.ends[slot] = 0
+    def release(self, batch_slots: Sequence[int]) -> None:
+        """Forget the text of batch slots; their tenants' history stays."""
+        for batch_slot in batch_slots:
+            if 0 <= batch_slot < len(self._sequences.state):
+                self._sequences.state[batch_slot] = 0
+                self._sequences.state[batch_slot, GENERATION] = -1
+                self._sequences.ends[batch_slot] = 0
 
     def gauges(self) -> dict[str, float]:
         """Return the sizes of trie and corpora, and how many rows were drafted for."""
@@ -173,7 +173,7 @@ class NgramDrafter:
         """Compile the function by calling it once on small arrays; this takes many seconds."""
         starts = np.array([0, 1], np.int32)
         columns = np.ones((1, NUM_COLUMNS), np.int64)
-        columns[:, SLOT_OF] = 0
+        columns[:, BATCH_SLOT_OF] = 0
         one = np.ones(1, np.int32)
         draft_rows(
             new_trie(64),

@@ -1,4 +1,4 @@
-"""Compiled loops of the n-gram drafter: sequences in slots, and matches in their own text."""
+"""Compiled loops of the n-gram drafter: sequences in batch slots, and matches in their own text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GAP = -1
 # Columns of Sequences.state. CURSOR and RUN: see follow_prediction.
 GENERATION, SEEN, OWN_LENGTH, SALT, LAST, PREDICTED_LENGTH, CURSOR, RUN = range(8)
 # Columns of a batch.
-SLOT_OF, GENERATION_OF, LENGTH_OF, MAX_NODES_OF, SALT_OF, PROMPT_LENGTH_OF, MAX_DEPTH_OF, MAX_BRANCH_OF = range(8)
+BATCH_SLOT_OF, GENERATION_OF, LENGTH_OF, MAX_NODES_OF, SALT_OF, PROMPT_LENGTH_OF, MAX_DEPTH_OF, MAX_BRANCH_OF = range(8)
 NUM_COLUMNS = 8
 # Entries of options.
 VOCAB_SIZE, MIN_WINDOW, MAX_WINDOW, MIN_BREADTH, MAX_BREADTH, BY_FREQUENCY = range(6)
@@ -31,16 +31,17 @@ START_RUN = 12
 
 
 class Sequences(NamedTuple):
-    """State and text of each slot; a hash chain links places that end with the same tokens.
+    """State and text of each batch slot; a hash chain links places that end with the same tokens.
 
     Attributes:
-        state: int64 [slots, 8].
-        tokens: int32 [slots, max_model_len + 1]; a GAP, then the tokens.
-        previous: int32 [slots, max_model_len + 1]; the previous place with the same hash, or -1.
-        heads: int32 [slots, power of 2]; the last place of each hash, or -1.
-        ends: int32 [slots, depth + 1]; see ngram_trie.insert_token.
-        stamps: int64 [slots, depth + 1].
-        predictions: int32 [slots, max_model_len]; the output that the client predicts.
+        state: int64 [batch_slots, 8].
+        tokens: int32 [batch_slots, max_model_len + 1]; a GAP, then the tokens.
+        previous: int32 [batch_slots, max_model_len + 1]; the previous place with the same hash, or
+            -1.
+        heads: int32 [batch_slots, power of 2]; the last place of each hash, or -1.
+        ends: int32 [batch_slots, depth + 1]; see ngram_trie.insert_token.
+        stamps: int64 [batch_slots, depth + 1].
+        predictions: int32 [batch_slots, max_model_len]; the output that the client predicts.
     """
 
     state: Int64
@@ -52,33 +53,33 @@ class Sequences(NamedTuple):
     predictions: Int32
 
 
-def new_sequences(max_slots: int, max_model_len: int, depth: int) -> Sequences:
-    """Make empty slots.
+def new_sequences(max_batch_slots: int, max_model_len: int, depth: int) -> Sequences:
+    """Make empty batch slots.
 
     Memory is touched as sequences grow: 8 bytes a token, and 4 a predicted one.
     """
     num_heads = 1 << min(max((max_model_len // 2).bit_length(), 8), 15)
-    state = np.zeros((max_slots, 8), np.int64)
+    state = np.zeros((max_batch_slots, 8), np.int64)
     state[:, GENERATION] = -1
     return Sequences(
         state=state,
-        tokens=np.zeros((max_slots, max_model_len + 1), np.int32),
-        previous=np.zeros((max_slots, max_model_len + 1), np.int32),
-        heads=np.zeros((max_slots, num_heads), np.int32),
-        ends=np.zeros((max_slots, depth + 1), np.int32),
-        stamps=np.zeros((max_slots, depth + 1), np.int64),
-        predictions=np.zeros((max_slots, max_model_len), np.int32),
+        tokens=np.zeros((max_batch_slots, max_model_len + 1), np.int32),
+        previous=np.zeros((max_batch_slots, max_model_len + 1), np.int32),
+        heads=np.zeros((max_batch_slots, num_heads), np.int32),
+        ends=np.zeros((max_batch_slots, depth + 1), np.int32),
+        stamps=np.zeros((max_batch_slots, depth + 1), np.int64),
+        predictions=np.zeros((max_batch_slots, max_model_len), np.int32),
     )
 
 
 @inlined
-def append_own(sequences: Sequences, slot: int, token: int, window: int) -> None:
-    """Append to a slot's text; ``window`` (1 or 2) tokens are hashed.
+def append_own(sequences: Sequences, batch_slot: int, token: int, window: int) -> None:
+    """Append to a batch slot's text; ``window`` (1 or 2) tokens are hashed.
 
     A text that fills its row starts anew.
     """
-    tokens, heads = sequences.tokens[slot], sequences.heads[slot]
-    length = sequences.state[slot, OWN_LENGTH]
+    tokens, heads = sequences.tokens[batch_slot], sequences.heads[batch_slot]
+    length = sequences.state[batch_slot, OWN_LENGTH]
     if length == 0 or length == len(tokens):
         for head in range(len(heads)):
             heads[head] = -1
@@ -86,23 +87,23 @@ def append_own(sequences: Sequences, slot: int, token: int, window: int) -> None
     tokens[length] = token
     before = tokens[length - 1] if window == 2 and length > 0 else 0
     bucket = mix(before, token) & (len(heads) - 1)
-    sequences.previous[slot, length] = heads[bucket]
+    sequences.previous[batch_slot, length] = heads[bucket]
     heads[bucket] = length
-    sequences.state[slot, OWN_LENGTH] = length + 1
+    sequences.state[batch_slot, OWN_LENGTH] = length + 1
 
 
 @inlined
-def break_off(sequences: Sequences, slot: int, window: int) -> None:
-    """Mark a break in a slot's sequence: nothing is matched or learnt across it."""
+def break_off(sequences: Sequences, batch_slot: int, window: int) -> None:
+    """Mark a break in a batch slot's sequence: nothing is matched or learnt across it."""
     for d in range(sequences.ends.shape[1]):
-        sequences.ends[slot, d] = 0
-    append_own(sequences, slot, GAP, window)
+        sequences.ends[batch_slot, d] = 0
+    append_own(sequences, batch_slot, GAP, window)
 
 
 @inlined
-def append_prediction(sequences: Sequences, slot: int, tokens: Int32) -> None:
-    """Append to a slot's prediction, as far as the context reaches."""
-    state, predicted = sequences.state[slot], sequences.predictions[slot]
+def append_prediction(sequences: Sequences, batch_slot: int, tokens: Int32) -> None:
+    """Append to a batch slot's prediction, as far as the context reaches."""
+    state, predicted = sequences.state[batch_slot], sequences.predictions[batch_slot]
     start = state[PREDICTED_LENGTH]
     count = min(len(tokens), len(predicted) - start)
     for i in range(count):
@@ -111,16 +112,16 @@ def append_prediction(sequences: Sequences, slot: int, tokens: Int32) -> None:
 
 
 @inlined
-def follow_prediction(sequences: Sequences, slot: int, token: int) -> None:
+def follow_prediction(sequences: Sequences, batch_slot: int, token: int) -> None:
     """Move the cursor past one output token.
 
     CURSOR is the place in the prediction where the output goes on; RUN is the number of tokens in a
     row before it that came true. A token that breaks a run is first taken for a replaced one: the
     cursor moves on.
     """
-    state = sequences.state[slot]
+    state = sequences.state[batch_slot]
     cursor, run = state[CURSOR], state[RUN]
-    if cursor < state[PREDICTED_LENGTH] and sequences.predictions[slot, cursor] == token:
+    if cursor < state[PREDICTED_LENGTH] and sequences.predictions[batch_slot, cursor] == token:
         state[CURSOR], state[RUN] = cursor + 1, run + 1
     elif run > 1:
         state[CURSOR], state[RUN] = cursor + 1, 1
@@ -130,7 +131,7 @@ def follow_prediction(sequences: Sequences, slot: int, token: int) -> None:
 
 @inlined
 def start_sequence(state: Int64, columns: Int64) -> None:
-    """Reset a slot for a new sequence."""
+    """Reset a batch slot for a new sequence."""
     state[GENERATION], state[SALT] = columns[GENERATION_OF], columns[SALT_OF]
     state[OWN_LENGTH], state[LAST] = 0, 0
     state[PREDICTED_LENGTH], state[CURSOR], state[RUN] = 0, 0, START_RUN
@@ -148,10 +149,10 @@ def learn_row(
 ) -> None:
     """Append a row's new tokens to its text and the trie, but not across missed tokens.
 
-    A sequence that is new to its slot starts with a break. Predictions are not learnt.
+    A sequence that is new to its batch slot starts with a break. Predictions are not learnt.
     """
-    slot = columns[SLOT_OF]
-    state = sequences.state[slot]
+    batch_slot = columns[BATCH_SLOT_OF]
+    state = sequences.state[batch_slot]
     window = min(options[MAX_WINDOW], 2)
     known_before = columns[LENGTH_OF] - len(new_tokens)
     other = state[GENERATION] != columns[GENERATION_OF] or state[SALT] != columns[SALT_OF]
@@ -159,22 +160,22 @@ def learn_row(
         start_sequence(state, columns)
         state[SEEN] = 0
     if other or known_before != state[SEEN]:
-        break_off(sequences, slot, window)
+        break_off(sequences, batch_slot, window)
         missed = known_before - max(state[SEEN], columns[PROMPT_LENGTH_OF])
         if missed > 0:
             # Output was missed: the next tokens show where the prediction goes on.
             state[CURSOR], state[RUN] = state[CURSOR] + missed, 0
     if len(prediction) > 0:
-        append_prediction(sequences, slot, prediction)
+        append_prediction(sequences, batch_slot, prediction)
     for i in range(len(new_tokens)):
         token = new_tokens[i]
         if 0 <= token < options[VOCAB_SIZE]:
-            append_own(sequences, slot, token, window)
-            insert_token(trie, sequences.ends[slot], sequences.stamps[slot], scratch, state[SALT], token)
+            append_own(sequences, batch_slot, token, window)
+            insert_token(trie, sequences.ends[batch_slot], sequences.stamps[batch_slot], scratch, state[SALT], token)
         else:
-            break_off(sequences, slot, window)
+            break_off(sequences, batch_slot, window)
         if state[PREDICTED_LENGTH] > 0 and known_before + i >= columns[PROMPT_LENGTH_OF]:
-            follow_prediction(sequences, slot, token)
+            follow_prediction(sequences, batch_slot, token)
         state[LAST] = token
     state[SEEN] = columns[LENGTH_OF]
 
@@ -189,20 +190,20 @@ def matched_tokens(text: Int32, place: int, own: Int32, last: int, most: int) ->
 
 
 @inlined
-def align_prediction(sequences: Sequences, slot: int) -> tuple[int, int]:
-    """Find where the output goes on in the slot's prediction.
+def align_prediction(sequences: Sequences, batch_slot: int) -> tuple[int, int]:
+    """Find where the output goes on in the batch slot's prediction.
 
     Return (place before, matched tokens), or (-1, 0).
 
     While a run is shorter than SURE_RUN, the prediction is searched for the longest match of the
     output's last tokens, two at least; of equal matches the one nearest to the cursor wins.
     """
-    state = sequences.state[slot]
-    predicted, length = sequences.predictions[slot], state[PREDICTED_LENGTH]
+    state = sequences.state[batch_slot]
+    predicted, length = sequences.predictions[batch_slot], state[PREDICTED_LENGTH]
     if length == 0:
         return -1, 0
     if state[RUN] < SURE_RUN:
-        own, last = sequences.tokens[slot], state[OWN_LENGTH] - 1
+        own, last = sequences.tokens[batch_slot], state[OWN_LENGTH] - 1
         near, longest = state[CURSOR] - 1, max(state[RUN], 1)
         for distance in range(PREDICTION_SCAN):
             for place in (near + distance, near - distance):
@@ -219,16 +220,16 @@ def align_prediction(sequences: Sequences, slot: int) -> tuple[int, int]:
 
 
 @inlined
-def find_own(sequences: Sequences, slot: int, options: Int64, places: Int32) -> tuple[int, int]:
-    """Find an earlier place in the slot's text that matches its end.
+def find_own(sequences: Sequences, batch_slot: int, options: Int64, places: Int32) -> tuple[int, int]:
+    """Find an earlier place in the batch slot's text that matches its end.
 
     Return (place, matched tokens), or (-1, 0).
 
     The longest match wins, and of equal matches the latest; with the order of frequency, the latest
     whose next token is the most frequent.
     """
-    tokens, previous = sequences.tokens[slot], sequences.previous[slot]
-    last = sequences.state[slot, OWN_LENGTH] - 1
+    tokens, previous = sequences.tokens[batch_slot], sequences.previous[batch_slot]
+    last = sequences.state[batch_slot, OWN_LENGTH] - 1
     if last < 1:
         return -1, 0
     shortest = max(options[MIN_WINDOW], min(options[MAX_WINDOW], 2))

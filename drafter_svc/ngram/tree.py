@@ -48,6 +48,7 @@ from drafter_svc.ngram.candidates import (
 )
 from drafter_svc.ngram.corpora import SortedCorpora, find_external, rank_continuations
 from drafter_svc.ngram.sequences import (
+    BATCH_SLOT_OF,
     BY_FREQUENCY,
     GAP,
     LAST,
@@ -60,7 +61,6 @@ from drafter_svc.ngram.sequences import (
     MIN_WINDOW,
     OWN_LENGTH,
     PREDICTED_LENGTH,
-    SLOT_OF,
     Sequences,
     align_prediction,
     find_own,
@@ -80,7 +80,7 @@ CONFIDENCE = (0.0, 0.2, 0.45, 0.6, 0.62, 0.63, 0.64, 0.66, 0.7, 0.74, 0.77, 0.8,
 
 class SentRows(NamedTuple):
     """What the verifier sends for a batch. Attributes:
-    columns: int64 [rows, 8]; see SLOT_OF in sequences.py.
+    columns: int64 [rows, 8]; see BATCH_SLOT_OF in sequences.py.
     starts, new_tokens: int32 [rows + 1], int32 [any].
     prediction_starts, prediction: int32 [rows + 1], int32 [any].
     """
@@ -302,23 +302,23 @@ def expand(trie: Trie, corpora: SortedCorpora, scratch: Scratch, options: Int64,
 
 
 @inlined
-def start_tree(trie: Trie, sequences: Sequences, scratch: Scratch, options: Int64, slot: int) -> RowTexts:
-    """Fill the contexts and the root of a slot's tree."""
+def start_tree(trie: Trie, sequences: Sequences, scratch: Scratch, options: Int64, batch_slot: int) -> RowTexts:
+    """Fill the contexts and the root of a batch slot's tree."""
     for w in range(len(scratch.contexts)):
-        alive = sequences.stamps[slot, w] >= trie.counters[OLDEST_STAMP]
-        scratch.contexts[w] = sequences.ends[slot, w] if alive else 0
-    root, state = scratch.grown[0], sequences.state[slot]
+        alive = sequences.stamps[batch_slot, w] >= trie.counters[OLDEST_STAMP]
+        scratch.contexts[w] = sequences.ends[batch_slot, w] if alive else 0
+    root, state = scratch.grown[0], sequences.state[batch_slot]
     root[NODE], root[WINDOW] = 0, 0
-    root[PREDICTED], root[PREDICTED_WINDOW] = align_prediction(sequences, slot)
-    root[OWN], root[OWN_WINDOW] = find_own(sequences, slot, options, scratch.scanned)
+    root[PREDICTED], root[PREDICTED_WINDOW] = align_prediction(sequences, batch_slot)
+    root[OWN], root[OWN_WINDOW] = find_own(sequences, batch_slot, options, scratch.scanned)
     root[EXTERNAL], root[EXTERNAL_WINDOW] = -1, 0
     root[NUM_CHILDREN], root[LEVEL] = 0, 0
     scratch.grown_weights[0] = 1.0
     scratch.sizes[CANDIDATES], scratch.sizes[QUEUED] = 0, 0
     length = state[OWN_LENGTH]
     return RowTexts(
-        sequences.predictions[slot, : state[PREDICTED_LENGTH]],
-        sequences.tokens[slot, :length],
+        sequences.predictions[batch_slot, : state[PREDICTED_LENGTH]],
+        sequences.tokens[batch_slot, :length],
         length - 1 - root[OWN],
     )
 
@@ -357,11 +357,11 @@ def grow_tree(
     columns: Int64,
     tree: Tree,
 ) -> int:
-    """Write the nodes below the root of a slot's tree, as many as fit.
+    """Write the nodes below the root of a batch slot's tree, as many as fit.
 
     Return its number of nodes.
     """
-    texts = start_tree(trie, sequences, scratch, options, columns[SLOT_OF])
+    texts = start_tree(trie, sequences, scratch, options, columns[BATCH_SLOT_OF])
     size, more = 1, True
     while more and size < len(tree.tokens):
         if scratch.grown[size - 1, LEVEL] < columns[MAX_DEPTH_OF]:
@@ -385,7 +385,7 @@ def draft_rows(
 
     Return how many got more than a root.
 
-    A row whose slot or offsets are out of range is neither learnt nor drafted for.
+    A row whose batch slot or offsets are out of range is neither learnt nor drafted for.
     """
     num_drafted = 0
     for row in range(len(sent.columns)):
@@ -393,20 +393,20 @@ def draft_rows(
         low, high = sent.starts[row], sent.starts[row + 1]
         first, end = sent.prediction_starts[row], sent.prediction_starts[row + 1]
         sound = 0 <= low <= high <= len(sent.new_tokens) and 0 <= first <= end <= len(sent.prediction)
-        if not sound or not 0 <= columns[SLOT_OF] < len(sequences.state):
-            columns[SLOT_OF] = -1
+        if not sound or not 0 <= columns[BATCH_SLOT_OF] < len(sequences.state):
+            columns[BATCH_SLOT_OF] = -1
         else:
             new_tokens, prediction = sent.new_tokens[low:high], sent.prediction[first:end]
             learn_row(trie, sequences, options, columns, new_tokens, prediction, scratch.scanned)
     drafted.node_starts[0] = 0
     for row in range(len(sent.columns)):
         columns = sent.columns[row]
-        low, slot = drafted.node_starts[row], columns[SLOT_OF]
+        low, batch_slot = drafted.node_starts[row], columns[BATCH_SLOT_OF]
         high = low + min(max(columns[MAX_NODES_OF], 1), len(scratch.grown))
-        drafted.tokens[low] = sequences.state[slot, LAST] if slot >= 0 else 0
+        drafted.tokens[low] = sequences.state[batch_slot, LAST] if batch_slot >= 0 else 0
         drafted.parents[low], drafted.scores[low] = -1, 0
         size = 1
-        if slot >= 0 and high > low + 1:
+        if batch_slot >= 0 and high > low + 1:
             tree = Tree(drafted.tokens[low:high], drafted.parents[low:high], drafted.scores[low:high])
             size = grow_tree(trie, corpora, sequences, scratch, options, columns, tree)
             num_drafted += size > 1

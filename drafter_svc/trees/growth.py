@@ -26,7 +26,7 @@ Float32 = NDArray[np.float32]
 # At most so many children of a node on a GPU, whose kernels keep them in registers.
 MAX_BRANCHES = 16
 # A request has at most two rows a batch slot.
-ROWS_PER_SLOT = 2
+ROWS_PER_BATCH_SLOT = 2
 
 
 class PassOutput(Protocol):
@@ -62,7 +62,7 @@ class DraftsFromMemory(Protocol):
         """End the run, if there is one; after that all rows are up to date."""
         ...
 
-    def release(self, slots: Sequence[int]) -> None:
+    def release(self, batch_slots: Sequence[int]) -> None:
         """Stop learning tokens of these batch slots."""
         ...
 
@@ -115,7 +115,7 @@ class GrowsFromMemory(Protocol):
     ) -> DraftsFromMemory:
         """Return drafts from this memory.
 
-        ``scratch``: int32 [slots, blocks]; the blocks of each tree.
+        ``scratch``: int32 [batch_slots, blocks]; the blocks of each tree.
 
         Raises PreconditionError if this memory cannot be used.
         """

@@ -8,7 +8,7 @@ import numpy as np
 from foretoken_kernels.cpu import draft_tree as kernel
 from foretoken_kernels.cpu.draft_levels import LevelPass, Places, growth_function
 
-from drafter_svc.trees.growth import ROWS_PER_SLOT, PassOutput, VocabularyOwner, vocabulary_of
+from drafter_svc.trees.growth import ROWS_PER_BATCH_SLOT, PassOutput, VocabularyOwner, vocabulary_of
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.tree import Int32
 
@@ -33,13 +33,15 @@ class HostGrowth:
         self._target = target
         self._scale = scale
         self._vocabulary = vocabulary_of(model, target)
-        self.trees = kernel.new_trees(ROWS_PER_SLOT * target.max_slots, target.max_nodes, model.draft_vocab_size)
-        max_beams = target.max_slots * max(target.max_nodes - 1, 1)
+        self.trees = kernel.new_trees(
+            ROWS_PER_BATCH_SLOT * target.max_batch_slots, target.max_nodes, model.draft_vocab_size
+        )
+        max_beams = target.max_batch_slots * max(target.max_nodes - 1, 1)
         self._beams = kernel.new_beams(max_beams)
         self._grow_levels = growth_function()
         self._all_rows = np.arange(max_beams, dtype=np.int32)
         self._beam_hidden = np.zeros((max_beams, model.hidden_size), np.float32)
-        self._root_hidden = np.zeros((target.max_slots, model.hidden_size), np.float32)
+        self._root_hidden = np.zeros((target.max_batch_slots, model.hidden_size), np.float32)
 
     def offer_roots(self, output: PassOutput, rows: Int32, ends: list[int], first: int) -> None:
         nodes = np.full(len(rows), -1, np.int32)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from drafter_svc.trees.figures import PassFigures
 from drafter_svc.trees.growth import (
-    ROWS_PER_SLOT,
+    ROWS_PER_BATCH_SLOT,
     DraftsFromMemory,
     GrowsFromMemory,
     GrowthMaker,
@@ -111,11 +111,13 @@ class DraftPasses:
         self._entry_rows = entry_rows
         self.figures = PassFigures()
         self._block_size = target.block_size
-        max_rows = ROWS_PER_SLOT * target.max_slots
+        max_rows = ROWS_PER_BATCH_SLOT * target.max_batch_slots
         self._tree_blocks = scratch_blocks_per_row(target)
         self._tables = np.zeros((max_rows, rows.max_blocks + self._tree_blocks), np.int32)
         # The scratch blocks of each tree.
-        self._scratch = np.arange(target.num_blocks, cache_blocks(target), dtype=np.int32).reshape(target.max_slots, -1)
+        self._scratch = np.arange(target.num_blocks, cache_blocks(target), dtype=np.int32).reshape(
+            target.max_batch_slots, -1
+        )
         self._tree_starts = np.zeros(max_rows, np.int32)
         self._context_starts = np.zeros(max_rows, np.int32)
         scale = COUPLING_SCALE if coupled else 0.0
@@ -144,7 +146,7 @@ class DraftPasses:
         if self._overlapped is not None:
             self._overlapped.finish()
         if request.num_rows > len(self._tables):
-            raise ValueError(f"a request of {request.num_rows} rows, more than two a slot")
+            raise ValueError(f"a request of {request.num_rows} rows, more than two a batch slot")
         set_tree_requests(self._growth.trees, request.rows, self._target.max_nodes)
         roots = np.zeros(request.num_rows, np.int32)
         drafted = self._extend(request, request.num_rows, roots)
@@ -174,15 +176,15 @@ class DraftPasses:
         """Prepare as DraftsOverlapped says."""
         return self._overlapped is not None and self._overlapped.prepare()
 
-    def release(self, slots: Sequence[int]) -> None:
+    def release(self, batch_slots: Sequence[int]) -> None:
         """Forget batch slots.
 
         Once all are released, nothing reads the device memory that was set.
         """
         if self._overlapped is not None:
-            self._overlapped.release(slots)
-        for slot in slots:
-            self._rows.release(slot)
+            self._overlapped.release(batch_slots)
+        for batch_slot in batch_slots:
+            self._rows.release(batch_slot)
 
     def _extend(self, request: DraftRequest, num_rows: int, roots: Int32) -> list[int]:
         """Write the KV entries of all rows and offer the roots' children.
@@ -295,7 +297,7 @@ class DraftPasses:
 
     def _wants_tree(self, row: int, num_before: int) -> bool:
         """Return whether a row wants a tree and scratch blocks are left; assign them to it."""
-        if self._growth.trees.shapes[row, kernel.MAX_DEPTH] < 1 or num_before == self._target.max_slots:
+        if self._growth.trees.shapes[row, kernel.MAX_DEPTH] < 1 or num_before == self._target.max_batch_slots:
             return False
         block = int(self._tree_starts[row]) // self._block_size
         self._tables[row, block : block + self._tree_blocks] = self._scratch[num_before]
@@ -392,7 +394,7 @@ def scratch_blocks_per_row(target: TargetInfo) -> int:
 
 def cache_blocks(target: TargetInfo) -> int:
     """Return the blocks of the drafter's cache: the verifier's, then scratch for all trees."""
-    return target.num_blocks + target.max_slots * scratch_blocks_per_row(target)
+    return target.num_blocks + target.max_batch_slots * scratch_blocks_per_row(target)
 
 
 def scratch_batch(rows: int, target: TargetInfo, *, seqs: int = 1, wants_logits: bool = True) -> ForwardBatch:

@@ -28,7 +28,7 @@ _NO_KEY = b""
 
 
 class DraftSequence:
-    """One sequence in its slot.
+    """One sequence in its batch slot.
 
     Attributes:
         sent_start, length: the tokens at positions [sent_start, length) are known.
@@ -75,7 +75,7 @@ class SentRow(NamedTuple):
     """
 
     row: int
-    slot: int
+    batch_slot: int
     generation: int
     salt: int
     length: int
@@ -92,12 +92,12 @@ def sent_rows(request: DraftRequest, first: int = 0) -> list[SentRow]:
     token_starts, hidden_starts, block_starts = (
         starts.tolist() for starts in (request.new_token_starts, request.hidden_starts, request.block_starts)
     )
-    columns = (request.slots, request.generations, request.salts, request.lengths, request.max_nodes)
+    columns = (request.batch_slots, request.generations, request.salts, request.lengths, request.max_nodes)
     values = zip(*(column[first:].tolist() for column in columns), strict=True)
     return [
         SentRow(
             row,
-            slot,
+            batch_slot,
             generation,
             salt,
             length,
@@ -107,7 +107,7 @@ def sent_rows(request: DraftRequest, first: int = 0) -> list[SentRow]:
             hidden_starts[row],
             hidden_starts[row + 1] - hidden_starts[row],
         )
-        for row, (slot, generation, salt, length, max_nodes) in enumerate(values, first)
+        for row, (batch_slot, generation, salt, length, max_nodes) in enumerate(values, first)
     ]
 
 
@@ -143,8 +143,8 @@ class DraftRows:
         self.needs_hidden = needs_hidden
         num_blocks = -(-target.max_model_len // target.block_size)
         self._capacity = (target.max_model_len, num_blocks)
-        # For each slot the newest sequence and the one before, whose last tokens may arrive in
-        # parts between the parts of its successor.
+        # For each batch slot the newest sequence and the one before, whose last tokens may arrive
+        # in parts between the parts of its successor.
         self._sequences: dict[int, list[DraftSequence]] = {}
         self._num_sequences = 0
         self._block_keys: list[bytes] = [_NO_KEY] * target.num_blocks
@@ -156,17 +156,17 @@ class DraftRows:
         """Blocks of the longest sequence."""
         return self._capacity[1]
 
-    def release(self, slot: int) -> None:
-        """Forget a slot's sequences; their whole blocks stay for sequences with the same prefix."""
-        self._sequences.pop(slot, None)
+    def release(self, batch_slot: int) -> None:
+        """Forget a batch slot's sequences; whole blocks stay for sequences with the same prefix."""
+        self._sequences.pop(batch_slot, None)
 
     def drop(self, sequence: DraftSequence) -> None:
-        """Forget one sequence, and keep its slot's other one."""
-        for slot, known in self._sequences.items():
+        """Forget one sequence, and keep its batch slot's other one."""
+        for batch_slot, known in self._sequences.items():
             if sequence in known:
                 known.remove(sequence)
                 if not known:
-                    del self._sequences[slot]
+                    del self._sequences[batch_slot]
                 return
 
     def revoke(self, extension: Extension) -> None:
@@ -200,7 +200,7 @@ class DraftRows:
         if length == 0:
             return None
         if not self._is_sound(sent, start):
-            self.release(sent.slot)
+            self.release(sent.batch_slot)
             return None
         sequence = self._find(sent, start)
         if sequence is None:
@@ -212,9 +212,9 @@ class DraftRows:
         self._accept_blocks(sequence, length - sent.num_hidden)
         return sequence
 
-    def find(self, slot: int, generation: int, salt: int) -> DraftSequence | None:
-        """Return a slot's sequence if it is known."""
-        for sequence in self._sequences.get(slot, ()):
+    def find(self, batch_slot: int, generation: int, salt: int) -> DraftSequence | None:
+        """Return a batch slot's sequence if it is known."""
+        for sequence in self._sequences.get(batch_slot, ()):
             if sequence.generation == generation and sequence.salt == salt:
                 return sequence
         return None
@@ -266,7 +266,7 @@ class DraftRows:
 
         Returns None if a successor has replaced it, or if it has no tokens.
         """
-        known, generation = self._sequences.setdefault(sent.slot, []), sent.generation
+        known, generation = self._sequences.setdefault(sent.batch_slot, []), sent.generation
         for sequence in known:
             if (sequence.generation, sequence.salt, sequence.length) == (generation, sent.salt, start):
                 return sequence
@@ -276,13 +276,13 @@ class DraftRows:
         sequence = DraftSequence(self._num_sequences, generation, sent.salt, start, self.first_position, self._capacity)
         # The same generation means the same sequence, after a gap.
         before = known[:1] if known and known[0].generation != generation else known[1:]
-        self._sequences[sent.slot] = [sequence, *before]
+        self._sequences[sent.batch_slot] = [sequence, *before]
         return sequence
 
     def _is_sound(self, sent: SentRow, start: int) -> bool:
-        """Return whether slot, length, tokens and blocks are in range and fit together."""
+        """Return whether batch slot, length, tokens and blocks are in range and fit together."""
         target, length, tokens, blocks = self._target, sent.length, sent.tokens, sent.block_ids
-        if not 0 <= sent.slot < target.max_slots or not 0 <= start <= length <= target.max_model_len:
+        if not 0 <= sent.batch_slot < target.max_batch_slots or not 0 <= start <= length <= target.max_model_len:
             return False
         expected = self.num_blocks(length) - start // target.block_size if tokens else 0
         if len(blocks) != expected:

@@ -24,7 +24,7 @@ from foretoken.drafting import (
 from foretoken.errors import PreconditionError
 from foretoken.transports.transport import (
     DEFAULT_TOKEN_CAPACITY,
-    ROWS_PER_SLOT,
+    ROWS_PER_BATCH_SLOT,
     WINDOW,
     check_request,
     overlap_token_capacity,
@@ -118,7 +118,7 @@ class ArenaLayout:
             weights: whether the target's weights are handed over.
             overlap: layout of the device memory that is handed over, if any.
         """
-        max_rows = ROWS_PER_SLOT * target.max_slots
+        max_rows = ROWS_PER_BATCH_SLOT * target.max_batch_slots
         width = _hidden_width(target, needs)
         return ArenaLayout(
             max_rows,
@@ -166,7 +166,7 @@ class ArenaLayout:
         """
         width = _hidden_width(target, needs)
         expected = {
-            "max_rows": ROWS_PER_SLOT * target.max_slots,
+            "max_rows": ROWS_PER_BATCH_SLOT * target.max_batch_slots,
             "max_nodes": target.max_nodes,
             "memory": MEMORY_HOST,
             "token_dtype": DTYPE_INT32,
@@ -177,7 +177,7 @@ class ArenaLayout:
         if self.overlap_batch_rows:
             if needs is None or not needs.overlaps:
                 raise PreconditionError("arena: it has device memory, which this drafter does not use")
-            expected |= {"overlap_batch_rows": target.max_slots, "overlap_nodes": target.max_nodes}
+            expected |= {"overlap_batch_rows": target.max_batch_slots, "overlap_nodes": target.max_nodes}
             expected |= {"overlap_width": width}
             expected |= {"overlap_capacity": overlap_token_capacity(target, self.overlap_prompt_rows)}
         for name, value in expected.items():
@@ -354,12 +354,12 @@ class RequestBuffer:
             if count:
                 room[:count] = array
 
-    def write_release(self, slots: tuple[int, ...]) -> None:
-        _REQUEST_HEAD.pack_into(self._memory, self._offset, KIND_RELEASE, 0, 0, len(slots), *(0,) * 8)
-        self._rows["slots"][: len(slots)] = slots
+    def write_release(self, batch_slots: tuple[int, ...]) -> None:
+        _REQUEST_HEAD.pack_into(self._memory, self._offset, KIND_RELEASE, 0, 0, len(batch_slots), *(0,) * 8)
+        self._rows["batch_slots"][: len(batch_slots)] = batch_slots
 
     def read(self) -> DraftRequest | tuple[int, ...]:
-        """Return a private copy of the request, or the slots to release.
+        """Return a private copy of the request, or the batch slots to release.
 
         Raises ValueError if it exceeds the layout.
 
@@ -372,7 +372,7 @@ class RequestBuffer:
         if rows > self._layout.max_rows or any(count > most for count, most in zip(counts, room, strict=True)):
             raise ValueError(f"a request of {rows} rows and {counts} ragged entries does not fit in the arena")
         if kind == KIND_RELEASE:
-            return tuple(self._rows["slots"][:rows].tolist())
+            return tuple(self._rows["batch_slots"][:rows].tolist())
         if kind not in (KIND_DRAFT, KIND_OVERLAPPED):
             raise ValueError(f"a request of unknown kind {kind}")
         ragged: dict[str, NDArray[Any]] = {}

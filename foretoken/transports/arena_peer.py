@@ -87,7 +87,7 @@ class ArenaPeer:
         return self._request_bell.fileno(), self._connection.fileno()
 
     def requests(self) -> Iterator[DraftRequest | tuple[int, ...]]:
-        """Yield the requests and releases of slots that have arrived, in order.
+        """Yield the requests and releases of batch slots that have arrived, in order.
 
         Answer each before the next.
 

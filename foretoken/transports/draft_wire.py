@@ -28,15 +28,17 @@ from foretoken.tree import Int32
 from protos import drafter_pb2
 
 INT32_MAX = 2**31 - 1
+# Fields of the messages that have another name than the values' attributes.
+_FIELDS = {"batch_slots": "slots", "max_batch_slots": "max_slots"}
 
 
 def target_to_proto(target: TargetInfo) -> drafter_pb2.TargetInfo:
     values = asdict(target) | {"usual_trees": [tree._asdict() for tree in target.usual_trees]}
-    return drafter_pb2.TargetInfo(**values)
+    return drafter_pb2.TargetInfo(**{_field(name): value for name, value in values.items()})
 
 
 def target_from_proto(message: drafter_pb2.TargetInfo) -> TargetInfo:
-    values = {field.name: getattr(message, field.name) for field in fields(TargetInfo)}
+    values = {field.name: getattr(message, _field(field.name)) for field in fields(TargetInfo)}
     values["usual_trees"] = tuple(TreeLimits(tree.max_depth, tree.max_branches) for tree in message.usual_trees)
     return TargetInfo(**values)
 
@@ -61,7 +63,7 @@ def request_to_proto(request: DraftRequest) -> drafter_pb2.DraftRequest:
     Only sides on one device share device memory.
     """
     assert request.device_step is None, "a gRPC stream shares no device memory"
-    columns: dict[str, Any] = {name: getattr(request, name).tolist() for name in ROW_COLUMNS}
+    columns: dict[str, Any] = {_field(name): getattr(request, name).tolist() for name in ROW_COLUMNS}
     for values, starts in RAGGED_COLUMNS.items():
         columns[starts] = getattr(request, starts).tolist()
         array = getattr(request, values)
@@ -77,7 +79,7 @@ def request_from_proto(message: drafter_pb2.DraftRequest, max_rows: int, hidden_
     try:
         columns: dict[str, Any] = {}
         for name, dtype in ROW_COLUMNS.items():
-            column = getattr(message, name)
+            column = getattr(message, _field(name))
             columns[name] = _int32(column) if dtype is np.int32 else np.array(column, dtype)
         for values, starts in RAGGED_COLUMNS.items():
             columns[starts] = _int32(getattr(message, starts))
@@ -88,6 +90,11 @@ def request_from_proto(message: drafter_pb2.DraftRequest, max_rows: int, hidden_
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
     return request
+
+
+def _field(name: str) -> str:
+    """Return the name of an attribute's field in the messages."""
+    return _FIELDS.get(name, name)
 
 
 def _hidden(data: bytes, width: int) -> NDArray[np.float32]:

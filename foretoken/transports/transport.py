@@ -35,7 +35,7 @@ DEFAULT_TOKEN_CAPACITY = 8192
 MAX_HIDDEN_BYTES = 16 << 20
 # A request has a row for each running sequence, and for each sequence that ended since the last
 # request.
-ROWS_PER_SLOT = 2
+ROWS_PER_BATCH_SLOT = 2
 # Requests that may be unanswered. Further ones wait at the verifier.
 WINDOW = 4
 # Requests that may wait before new ones are dropped: a drafter so far behind is as good as gone.
@@ -128,7 +128,7 @@ class DraftTransport(ABC):
         """
 
     @abstractmethod
-    def release(self, slots: Sequence[int]) -> None:
+    def release(self, batch_slots: Sequence[int]) -> None:
         """Make the drafter forget batch slots before it sees any later request. Does not wait."""
 
     @abstractmethod
@@ -302,18 +302,18 @@ class RequestQueue:
         self._waiting.extend(_Part(part, part is parts[-1]) for part in parts)
         self._awaited_step_id = request.step_id
 
-    def add_release(self, slots: Sequence[int]) -> None:
+    def add_release(self, batch_slots: Sequence[int]) -> None:
         """Queue a release, in order with the requests.
 
-        It may be dropped like them: a slot's next generation also makes the drafter forget.
+        It may be dropped like them: a batch slot's next generation also makes the drafter forget.
         """
         if len(self._waiting) > MAX_WAITING:
             return
-        for low in range(0, len(slots), self._max_rows):
-            self._waiting.append(tuple(int(slot) for slot in slots[low : low + self._max_rows]))
+        for low in range(0, len(batch_slots), self._max_rows):
+            self._waiting.append(tuple(int(batch_slot) for batch_slot in batch_slots[low : low + self._max_rows]))
 
     def next(self) -> DraftRequest | tuple[int, ...] | None:
-        """Return what to send now, a request or slots to release.
+        """Return what to send now, a request or batch slots to release.
 
         None if nothing waits or the window is full.
         """
@@ -379,10 +379,10 @@ class QueuedTransport(DraftTransport):
             self._send()
             return self._queue.is_idle
 
-    def release(self, slots: Sequence[int]) -> None:
+    def release(self, batch_slots: Sequence[int]) -> None:
         with self._lock:
             self._check_open()
-            self._queue.add_release(slots)
+            self._queue.add_release(batch_slots)
             self._take_replies()
             self._send()
 
@@ -397,7 +397,7 @@ class QueuedTransport(DraftTransport):
 
     @abstractmethod
     def _write(self, message: DraftRequest | tuple[int, ...]) -> None:
-        """Send a request, or slots to release."""
+        """Send a request, or batch slots to release."""
 
     @abstractmethod
     def _take_replies(self) -> DraftBatch | None:
@@ -459,11 +459,11 @@ class InProcessTransport(DraftTransport):
     def is_idle(self) -> bool:
         return True
 
-    def release(self, slots: Sequence[int]) -> None:
+    def release(self, batch_slots: Sequence[int]) -> None:
         with self._lock:
             self._check_open()
             try:
-                self._drafter.release(slots)
+                self._drafter.release(batch_slots)
             except Exception as error:
                 self._closed = True
                 raise TransportClosedError(f"the drafter raised {error!r}") from error

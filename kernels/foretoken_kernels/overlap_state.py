@@ -33,7 +33,7 @@ class BatchState(NamedTuple):
     """The sequences as the last step left them. int32 [batch_rows], except ``step`` and ``rates``.
 
     Attributes:
-        slots: rows of the SamplerState.
+        batch_slots: rows of the SamplerState.
         lengths: committed tokens; the last one is the root.
         num_left: tokens that may still be emitted; 0: the sequence has ended, or the batch row is
             empty.
@@ -46,7 +46,7 @@ class BatchState(NamedTuple):
         step: int32 [1]; number of the last step.
     """
 
-    slots: torch.Tensor
+    batch_slots: torch.Tensor
     lengths: torch.Tensor
     num_left: torch.Tensor
     num_outputs: torch.Tensor
@@ -61,12 +61,12 @@ class Joining(NamedTuple):
 
     Attributes:
         joins: 1 for a batch row that is taken now, else 0.
-        slots, lengths, num_left, num_outputs, last_tokens, joined: as in BatchState, for these
-            sequences.
+        batch_slots, lengths, num_left, num_outputs, last_tokens, joined: as in BatchState, for
+            these sequences.
     """
 
     joins: torch.Tensor
-    slots: torch.Tensor
+    batch_slots: torch.Tensor
     lengths: torch.Tensor
     num_left: torch.Tensor
     num_outputs: torch.Tensor

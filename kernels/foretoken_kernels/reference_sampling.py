@@ -77,30 +77,34 @@ def row_logits(batch: SampleBatch, state: SamplerState, row: int) -> torch.Tenso
     Masked tokens and NaN become -inf.
     """
     seq = int(batch.row_seqs[row])
-    slot = int(batch.slots[seq])
+    batch_slot = int(batch.batch_slots[seq])
     start, path = row_parents(batch, row)
     values = batch.logits[row].float()
     values = torch.where(values.isnan(), _NEVER, values)
-    num_bias = int(state.num_bias[slot])
-    values[state.bias_ids[slot, :num_bias].long()] += state.bias_values[slot, :num_bias]
+    num_bias = int(state.num_bias[batch_slot])
+    values[state.bias_ids[batch_slot, :num_bias].long()] += state.bias_values[batch_slot, :num_bias]
 
-    repetition, frequency, presence = state.repetition[slot], state.frequency[slot], state.presence[slot]
+    repetition, frequency, presence = (
+        state.repetition[batch_slot],
+        state.frequency[batch_slot],
+        state.presence[batch_slot],
+    )
     if (float(repetition), float(frequency), float(presence)) != (1, 0, 0):
-        counts = state.counts[slot].clone()
+        counts = state.counts[batch_slot].clone()
         for node in path:
             counts[batch.tokens[start + node]] += 1
         repeated = torch.where(values > 0, values / repetition, values * repetition)
-        values = torch.where((state.seen[slot] != 0) | (counts > 0), repeated, values)
+        values = torch.where((state.seen[batch_slot] != 0) | (counts > 0), repeated, values)
         values = torch.where(counts > 0, (values - frequency * counts.float()) - presence, values)
 
-    if int(batch.num_outputs[seq]) + len(path) < int(state.min_tokens[slot]):
-        values[state.stop_ids[slot, : int(state.num_stops[slot])].long()] = _NEVER
+    if int(batch.num_outputs[seq]) + len(path) < int(state.min_tokens[batch_slot]):
+        values[state.stop_ids[batch_slot, : int(state.num_stops[batch_slot])].long()] = _NEVER
     if batch.mask_rows is not None and batch.mask_bits is not None and int(batch.mask_rows[row]) >= 0:
         ids = torch.arange(len(values), device=values.device).clamp(max=batch.vocab_limit - 1)
         words = batch.mask_bits[int(batch.mask_rows[row])]
         values[(words[ids // 32] >> (ids % 32)) & 1 == 0] = _NEVER
     values[batch.vocab_limit :] = _NEVER
-    temperature = state.temperature[slot]
+    temperature = state.temperature[batch_slot]
     return values / temperature if temperature > 0 else values
 
 
@@ -143,7 +147,7 @@ def row_cut(values: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tup
 def sample_row(batch: SampleBatch, state: SamplerState, row: int) -> int:
     """Return the token sampled at one node, or NO_SAMPLE, or NOT_ALLOWED."""
     seq = int(batch.row_seqs[row])
-    slot = int(batch.slots[seq])
+    batch_slot = int(batch.batch_slots[seq])
     values = row_logits(batch, state, row)
     raw = batch.logits[row, : batch.vocab_limit]
     # Comparisons with NaN are false.
@@ -151,13 +155,15 @@ def sample_row(batch: SampleBatch, state: SamplerState, row: int) -> int:
     if not is_sound or not _NEVER < values.max() < _INFINITY:
         is_masked = batch.mask_rows is not None and int(batch.mask_rows[row]) >= 0
         return NOT_ALLOWED if is_masked and is_sound else NO_SAMPLE
-    if float(state.temperature[slot]) > 0:
+    if float(state.temperature[batch_slot]) > 0:
         ids = torch.arange(len(values), device=values.device)
-        cut, cut_id = row_cut(values, int(state.top_k[slot]), float(state.top_p[slot]), float(state.min_p[slot]))
+        cut, cut_id = row_cut(
+            values, int(state.top_k[batch_slot]), float(state.top_p[batch_slot]), float(state.min_p[batch_slot])
+        )
         values = torch.where((values > cut) | ((values == cut) & (ids <= cut_id)), values, _NEVER)
         position = int(batch.positions[seq]) + len(row_parents(batch, row)[1])
-        key = int(state.seed_low[slot]), int(state.seed_high[slot])
-        values = values + gumbel_from_words(token_words(ids, position, int(state.choice[slot]), *key))
+        key = int(state.seed_low[batch_slot]), int(state.seed_high[batch_slot])
+        values = values + gumbel_from_words(token_words(ids, position, int(state.choice[batch_slot]), *key))
     return int((values == values.max()).int().argmax())
 
 
@@ -168,7 +174,7 @@ def sample_rows_reference(batch: SampleBatch, state: SamplerState, sampled: torc
         sampled: int32 [rows]; written; -1 for rows that belong to no sequence.
     """
     for row, seq in enumerate(batch.row_seqs.tolist()):
-        sampled[row] = sample_row(batch, state, row) if 0 <= seq < len(batch.slots) else -1
+        sampled[row] = sample_row(batch, state, row) if 0 <= seq < len(batch.batch_slots) else -1
 
 
 def walk_reference(
@@ -182,10 +188,10 @@ def walk_reference(
     unless the tokens before it fill ``max_new``. No walk enters a node that is CLOSED; with such a
     root the result is STOP, without tokens.
     """
-    starts, slots = batch.row_starts.tolist(), batch.slots.clamp(0, len(state.counts) - 1).tolist()
-    for seq, slot in enumerate(slots):
+    starts, batch_slots = batch.row_starts.tolist(), batch.batch_slots.clamp(0, len(state.counts) - 1).tolist()
+    for seq, batch_slot in enumerate(batch_slots):
         start, num_nodes = starts[seq], starts[seq + 1] - starts[seq]
-        stops = set(state.stop_ids[slot, : int(state.num_stops[slot])].tolist())
+        stops = set(state.stop_ids[batch_slot, : int(state.num_stops[batch_slot])].tolist())
         held = batch.tokens[start : start + num_nodes].tolist()
         parents = [min(max(parent, 0), node - 1) for node, parent in enumerate(batch.parents[start:].tolist())]
         tokens: list[int] = []
@@ -221,11 +227,15 @@ def walk_reference(
         result.finish[seq] = FINISH_LENGTH if is_full else FINISH_STOP if is_stopped else unfinished
         for out, entries in ((result.tokens, tokens), (result.nodes, nodes), (result.accepted, matched)):
             out[seq, : len(entries)] = torch.tensor(entries, dtype=torch.int32)
-        penalties = (float(state.repetition[slot]), float(state.frequency[slot]), float(state.presence[slot]))
+        penalties = (
+            float(state.repetition[batch_slot]),
+            float(state.frequency[batch_slot]),
+            float(state.presence[batch_slot]),
+        )
         if update_state and penalties != (1, 0, 0):
             for token in emitted:
-                state.counts[slot, token] += 1
-                state.seen[slot, token] = 1
+                state.counts[batch_slot, token] += 1
+                state.seen[batch_slot, token] = 1
 
 
 def row_logprobs(

@@ -25,25 +25,27 @@ NO_MASK, CLOSED = -1, -2
 class SamplerState(NamedTuple):
     """The sampling rules of the request in each batch slot, and the token counts for penalties.
 
-    ``slots`` is the number of batch slots.
+    ``batch_slots`` is the number of batch slots.
 
     Attributes:
-        temperature: float32 [slots]; 0 is greedy.
-        top_k: int32 [slots]; 0 is off.
-        top_p: float64 [slots]; 1 is off. Not float32, because it is compared with a float64 sum.
-        min_p: float64 [slots]; 0 is off.
-        repetition, frequency, presence: float32 [slots]; 1, 0 and 0 together switch the counts off.
-        seed_low, seed_high: int64 [slots]; the noise key's words, in [0, 2**32).
-        choice: int32 [slots]; the choice index.
-        min_tokens: int32 [slots]; stop tokens are masked until so many tokens are out.
-        num_bias: int32 [slots].
-        bias_ids, bias_values: int32, float32 [slots, max_bias]; distinct ids; only the first
+        temperature: float32 [batch_slots]; 0 is greedy.
+        top_k: int32 [batch_slots]; 0 is off.
+        top_p: float64 [batch_slots]; 1 is off. Not float32, because it is compared with a
+            float64 sum.
+        min_p: float64 [batch_slots]; 0 is off.
+        repetition, frequency, presence: float32 [batch_slots]; 1, 0 and 0 together switch the
+            counts off.
+        seed_low, seed_high: int64 [batch_slots]; the noise key's words, in [0, 2**32).
+        choice: int32 [batch_slots]; the choice index.
+        min_tokens: int32 [batch_slots]; stop tokens are masked until so many tokens are out.
+        num_bias: int32 [batch_slots].
+        bias_ids, bias_values: int32, float32 [batch_slots, max_bias]; distinct ids; only the first
             ``num_bias`` count.
-        num_stops: int32 [slots].
-        stop_ids: int32 [slots, max_stops]; includes the model's stop tokens, unless the request
-            ignores them.
-        counts: int32 [slots, vocab]; how often a token stands in the output.
-        seen: int8 [slots, vocab]; 1 for the tokens of prompt and output.
+        num_stops: int32 [batch_slots].
+        stop_ids: int32 [batch_slots, max_stops]; includes the model's stop tokens, unless the
+            request ignores them.
+        counts: int32 [batch_slots, vocab]; how often a token stands in the output.
+        seen: int8 [batch_slots, vocab]; 1 for the tokens of prompt and output.
     """
 
     temperature: torch.Tensor
@@ -76,7 +78,7 @@ class SampleBatch(NamedTuple):
         tokens: int32 [rows]; each node's token; the root's is the last committed one.
         parents: int32 [rows]; node index within the sequence, less than the node's own; the root's
             is -1.
-        slots: int32 [seqs]; batch slot: the sequence's row of the SamplerState.
+        batch_slots: int32 [seqs]; batch slot: the sequence's row of the SamplerState.
         positions: int32 [seqs]; index in prompt + output of the token that is sampled at the root.
         num_outputs: int32 [seqs]; output tokens before that one.
         max_new: int32 [seqs]; tokens that may still be emitted, at least 1.
@@ -92,7 +94,7 @@ class SampleBatch(NamedTuple):
     row_starts: torch.Tensor
     tokens: torch.Tensor
     parents: torch.Tensor
-    slots: torch.Tensor
+    batch_slots: torch.Tensor
     positions: torch.Tensor
     num_outputs: torch.Tensor
     max_new: torch.Tensor
@@ -129,12 +131,12 @@ class WalkTensors(NamedTuple):
 
 
 def new_sampler_state(
-    max_slots: int, vocab_size: int, max_bias: int, max_stops: int, device: torch.device | str
+    max_batch_slots: int, vocab_size: int, max_bias: int, max_stops: int, device: torch.device | str
 ) -> SamplerState:
     """Return batch slots with temperature 1, no other rule, and no token seen."""
 
     def full(value: float, dtype: torch.dtype, *width: int) -> torch.Tensor:
-        return torch.full((max_slots, *width), value, dtype=dtype, device=device)
+        return torch.full((max_batch_slots, *width), value, dtype=dtype, device=device)
 
     return SamplerState(
         temperature=full(1, torch.float32),
@@ -158,25 +160,25 @@ def new_sampler_state(
     )
 
 
-def reset_slots(
+def reset_batch_slots(
     state: SamplerState,
-    slots: torch.Tensor,
+    batch_slots: torch.Tensor,
     prompt_ids: torch.Tensor,
-    prompt_slots: torch.Tensor,
+    prompt_batch_slots: torch.Tensor,
     output_ids: torch.Tensor,
-    output_slots: torch.Tensor,
+    output_batch_slots: torch.Tensor,
 ) -> None:
     """Set ``counts`` and ``seen`` of some batch slots from their prompts and outputs.
 
     Args:
-        slots: int64 [n]; batch slots.
-        prompt_ids, prompt_slots: int64 [prompt tokens of all]; each token and its batch slot.
-        output_ids, output_slots: int64 [output tokens of all]; each token and its batch slot.
+        batch_slots: int64 [n]; batch slots.
+        prompt_ids, prompt_batch_slots: int64 [prompt tokens of all]; each token and its batch slot.
+        output_ids, output_batch_slots: int64 [output tokens of all]; each token and its batch slot.
     """
     vocab_size = state.counts.shape[1]
-    state.counts.index_fill_(0, slots, 0)
-    state.seen.index_fill_(0, slots, 0)
-    outputs = output_slots * vocab_size + output_ids
+    state.counts.index_fill_(0, batch_slots, 0)
+    state.seen.index_fill_(0, batch_slots, 0)
+    outputs = output_batch_slots * vocab_size + output_ids
     state.counts.view(-1).scatter_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
     state.seen.view(-1).index_fill_(0, outputs, 1)
-    state.seen.view(-1).index_fill_(0, prompt_slots * vocab_size + prompt_ids, 1)
+    state.seen.view(-1).index_fill_(0, prompt_batch_slots * vocab_size + prompt_ids, 1)

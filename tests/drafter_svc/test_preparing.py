@@ -19,7 +19,7 @@ from foretoken.transports.transport import TransportCounters
 from tests.support.draft_requests import draft_request
 from tests.support.overlap_drafter import NUM_KINDS, OverlapDrafter
 
-TARGET = TargetInfo("m", 1000, 1024, max_slots=4, max_nodes=8, hidden_size=2, num_layers=4)
+TARGET = TargetInfo("m", 1000, 1024, max_batch_slots=4, max_nodes=8, hidden_size=2, num_layers=4)
 LAYOUT = OverlapLayout(batch_rows=4, tokens=5, nodes=8, hidden_width=2, hidden_dtype=torch.float32)
 EPOCH = 11
 # The suite's time limit ends a test that hangs.

@@ -1,4 +1,4 @@
-"""What a drafter did for a sequence: counted by slot and
+"""What a drafter did for a sequence: counted by batch slot and
 generation, and a span in the request's trace.
 """
 
@@ -21,20 +21,20 @@ SECOND = 10**9
 def test_rounds_tokens_and_time_add_up_for_each_sequence() -> None:
     counts = RoundCounts(4)
     counts.count(draft_request([[1, 2, 3], [4]], max_nodes=[4, 1]), 10 * SECOND, 11 * SECOND)
-    # An empty batch row has slot -1.
-    request = draft_request([[5], [], []], slots=[0, -1, -1], generations=[1, 0, 0], max_nodes=[4, 1, 1])
+    # An empty batch row has batch slot -1.
+    request = draft_request([[5], [], []], batch_slots=[0, -1, -1], generations=[1, 0, 0], max_nodes=[4, 1, 1])
     counts.count(request, 20 * SECOND, 22 * SECOND)
     assert counts.take(0, 1) == SequenceRounds(10 * SECOND, 22 * SECOND, 2, 4, 3.0)
-    # Slot 1 only learned a token.
+    # Batch slot 1 only learned a token.
     assert counts.take(1, 1) == SequenceRounds(10 * SECOND, 11 * SECOND, 0, 1, 1.0)
     assert counts.take(0, 1) is None and counts.take(2, 1) is None and counts.take(9, 1) is None
 
 
-def test_a_slots_next_sequence_begins_anew_and_the_former_one_is_kept() -> None:
+def test_a_batch_slots_next_sequence_begins_anew_and_the_former_one_is_kept() -> None:
     counts = RoundCounts(2)
-    counts.count(draft_request([[1]], slots=[1], generations=[7]), 1, 2)
+    counts.count(draft_request([[1]], batch_slots=[1], generations=[7]), 1, 2)
     # The last tokens of the ended sequence come before the new one, in one request.
-    both = draft_request([[2, 3], [4]], slots=[1, 1], generations=[7, 8], max_nodes=[1, 4])
+    both = draft_request([[2, 3], [4]], batch_slots=[1, 1], generations=[7, 8], max_nodes=[1, 4])
     counts.count(both, 3, 4)
     assert counts.take(1, 7) == SequenceRounds(1, 4, 1, 3, 2 / SECOND)
     assert counts.take(1, 8) == SequenceRounds(3, 4, 1, 1, 1 / SECOND)
@@ -60,7 +60,7 @@ def test_a_traced_sequence_gets_one_span_of_the_drafter(tmp_path: Path) -> None:
             parent = f"00-{TRACE}-{PARENT}-01"
             for fields in (
                 {"slot": 0, "generation": 1, "traceparent": parent, "tracestate": "vendor=1"},
-                # Told once; another sequence of the slot; another attachment; no context.
+                # Told once; another sequence of the batch slot; another attachment; no context.
                 {"slot": 0, "generation": 1, "traceparent": parent},
                 {"slot": 1, "generation": 2, "traceparent": parent},
                 {"slot": 1, "generation": 1, "traceparent": parent, "epoch": EPOCH + 1},

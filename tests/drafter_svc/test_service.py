@@ -32,7 +32,7 @@ from tests.support.draft_requests import draft_request
 from tests.support.environment import child_environment
 from tests.support.mirror_drafter import POISON_SALT, MirrorDrafter
 
-TARGET = TargetInfo(checkpoint_hash="m", vocab_size=1000, max_model_len=1024, max_slots=4, max_nodes=8)
+TARGET = TargetInfo(checkpoint_hash="m", vocab_size=1000, max_model_len=1024, max_batch_slots=4, max_nodes=8)
 CHALLENGE = b"c" * 32
 EPOCH = 11
 LONG_S = 600.0
@@ -110,7 +110,7 @@ def proto(tokens: list[list[int]], **columns: Any) -> drafter_pb2.DraftRequest:
     return request_to_proto(draft_request(tokens, **({"epoch": EPOCH} | columns)))
 
 
-def with_one_more_slot(message: drafter_pb2.DraftRequest) -> drafter_pb2.DraftRequest:
+def with_one_more_batch_slot(message: drafter_pb2.DraftRequest) -> drafter_pb2.DraftRequest:
     message.slots.append(1)
     return message
 
@@ -137,7 +137,7 @@ def test_stream_drafts_and_its_end_frees_the_drafter(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_release_forgets_slots_of_this_epoch_only(tmp_path: Path) -> None:
+def test_release_forgets_batch_slots_of_this_epoch_only(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with served(tmp_path) as service:
             await service.attach()
@@ -179,7 +179,7 @@ def test_attach_refuses(tmp_path: Path, changes: dict[str, Any], error: type[For
     ("message", "error", "text"),
     [
         (proto([[5]], epoch=EPOCH + 1), PreconditionError, f"epoch {EPOCH + 1}, this attachment's is {EPOCH}"),
-        (with_one_more_slot(proto([[5]])), InvalidRequestError, "columns"),
+        (with_one_more_batch_slot(proto([[5]])), InvalidRequestError, "columns"),
         (proto([[5]] * 9), InvalidRequestError, "9 rows; at most 8"),
         (drafter_pb2.DraftRequest(epoch=EPOCH, new_tokens=[5]), InvalidRequestError, "offsets"),
         (proto([[5]], salts=[POISON_SALT]), UnavailableError, "poisoned"),

@@ -36,7 +36,7 @@ from foretoken.transports.transport import TransportClosedError, TransportCounte
 from tests.support.draft_requests import assert_same_request, draft_batch, draft_request, draft_requests
 from tests.support.mirror_drafter import MirrorDrafter
 
-TARGET = TargetInfo(checkpoint_hash="m", vocab_size=1000, max_model_len=1024, max_slots=6, max_nodes=16)
+TARGET = TargetInfo(checkpoint_hash="m", vocab_size=1000, max_model_len=1024, max_batch_slots=6, max_nodes=16)
 LAYOUT = ArenaLayout.of_target(TARGET, token_capacity=16)
 CHALLENGE = bytes(range(32))
 EPOCH = 7
@@ -127,7 +127,7 @@ def _served() -> Iterator[Ends]:
 @given(request=draft_requests())
 def test_requests_and_replies_come_out_as_they_went_in(served: Ends, request: DraftRequest) -> None:
     served.seen.clear()
-    served.transport.release(range(TARGET.max_slots))
+    served.transport.release(range(TARGET.max_batch_slots))
     served.transport.post(request)
     reply = served.transport.receive(LONG_S)
     seen = [item for item in served.seen if isinstance(item, DraftRequest)]
@@ -193,15 +193,15 @@ def test_a_request_beyond_the_capacity_comes_in_parts(pair: Ends) -> None:
         reply = pair.transport.receive(LONG_S)
     assert reply is not None and reply.num_rows == 3
     assert pair.drafter.most_new_tokens == LAYOUT.token_capacity
-    assert [pair.drafter.known[slot][1] for slot in range(3)] == tokens
+    assert [pair.drafter.known[batch_slot][1] for batch_slot in range(3)] == tokens
 
 
-def test_slots_are_released_in_order(pair: Ends) -> None:
+def test_batch_slots_are_released_in_order(pair: Ends) -> None:
     pair.transport.post(draft_request([[5], [6]], step_id=1))
     pair.serve()
     assert pair.transport.receive(NOW) is not None
     pair.transport.release([1])
-    pair.transport.post(draft_request([[8]], step_id=2, slots=[1]))
+    pair.transport.post(draft_request([[8]], step_id=2, batch_slots=[1]))
     pair.serve()
     reply = pair.transport.receive(NOW)
     assert reply is not None and reply.step_id == 2

@@ -19,11 +19,11 @@ CAPACITIES = st.integers(6, 40)
 
 
 def listener(parts: list[DraftRequest]) -> dict[int, dict[str, Any]]:
-    """Return each slot's tokens, hidden states, blocks and prediction after all parts."""
+    """Return each batch slot's tokens, hidden states, blocks and prediction after all parts."""
     known: dict[int, dict[str, Any]] = {}
     for part in parts:
-        for row, slot in enumerate(part.slots.tolist()):
-            state = known.setdefault(slot, {"tokens": {}, "hidden": {}, "blocks": {}, "prediction": []})
+        for row, batch_slot in enumerate(part.batch_slots.tolist()):
+            state = known.setdefault(batch_slot, {"tokens": {}, "hidden": {}, "blocks": {}, "prediction": []})
             tokens = part.new_tokens[slice(*part.new_token_starts[row : row + 2])].tolist()
             hidden = part.hidden[slice(*part.hidden_starts[row : row + 2])].tolist()
             blocks = part.block_ids[slice(*part.block_starts[row : row + 2])].tolist()

@@ -49,7 +49,7 @@ class Faulty(ScriptedDrafter):
         errors[:] = [sys.argv[1]] if sys.argv[1] else []
         raise RuntimeError("a kernel failed")
 
-target = TargetInfo(checkpoint_hash="", vocab_size=9, max_model_len=9, max_slots=1, max_nodes=4)
+target = TargetInfo(checkpoint_hash="", vocab_size=9, max_model_len=9, max_batch_slots=1, max_nodes=4)
 thread = DrafterThread(lambda: Faulty({}))
 for is_first in (True, False):
     attachment, _, _ = thread.attach(1, target, "").result()

@@ -41,7 +41,7 @@ from foretoken.transports.shared_weights import SharedWeights
 from foretoken.transports.transport import TransportCounters, check_request
 from tests.support.draft_requests import assert_same_request, draft_request
 
-TARGET = TargetInfo("m", 1000, 1024, max_slots=6, max_nodes=16, hidden_size=8, num_layers=4)
+TARGET = TargetInfo("m", 1000, 1024, max_batch_slots=6, max_nodes=16, hidden_size=8, num_layers=4)
 NEEDS = DrafterNeeds(captured_layers=(0, 2), num_rerun=1, weights=True, device="cpu", overlaps=True)
 OVERLAP = OverlapLayout(batch_rows=6, tokens=5, nodes=16, hidden_width=16, hidden_dtype=torch.bfloat16, prompt_rows=9)
 LAYOUT = ArenaLayout.of_target(TARGET, NEEDS, token_capacity=16, overlap=OVERLAP)

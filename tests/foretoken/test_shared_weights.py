@@ -33,7 +33,7 @@ from foretoken.transports.transport import TransportCounters
 GPU = Backend("gpu", torch.device("cpu"))
 DEVICE = "cpu"
 ROWS, SIZE = 40, 16
-TARGET = TargetInfo("m", ROWS, 1024, max_slots=6, max_nodes=16, hidden_size=SIZE, num_layers=4)
+TARGET = TargetInfo("m", ROWS, 1024, max_batch_slots=6, max_nodes=16, hidden_size=SIZE, num_layers=4)
 # Layout and element type, as a backend has them.
 KINDS = {
     "panels": (CPU, torch.float32),

@@ -67,13 +67,13 @@ def test_a_request_of_an_overlapped_step_is_one_part() -> None:
 def test_literal_split() -> None:
     request = draft_request([[10, 11, 12, 13], [], [20, 21]], lengths=[104, 7, 2], step_id=9)
     first, second, last = split_request(request, 3, BLOCK_SIZE)
-    assert first.slots.tolist() == [0]
+    assert first.batch_slots.tolist() == [0]
     assert first.new_tokens.tolist() == [10, 11, 12]
     assert first.lengths.tolist() == [103]
-    assert second.slots.tolist() == [2]
+    assert second.batch_slots.tolist() == [2]
     assert second.new_tokens.tolist() == [20]
     assert second.lengths.tolist() == [1]
-    assert last.slots.tolist() == [0, 1, 2]
+    assert last.batch_slots.tolist() == [0, 1, 2]
     assert last.new_tokens.tolist() == [13, 21]
     assert last.new_token_starts.tolist() == [0, 1, 1, 2]
     assert last.lengths.tolist() == [104, 7, 2]
@@ -85,20 +85,24 @@ def test_literal_split() -> None:
 @given(request=draft_requests(), capacity=st.integers(6, 30))
 def test_parts_tell_the_same_tokens_in_order(request: DraftRequest, capacity: int) -> None:
     parts = split_request(request, capacity, BLOCK_SIZE)
-    received: dict[int, list[int]] = {int(slot): [] for slot in request.slots}
+    received: dict[int, list[int]] = {int(batch_slot): [] for batch_slot in request.batch_slots}
     before = {
-        int(slot): int(length - count)
-        for slot, length, count in zip(request.slots, request.lengths, np.diff(request.new_token_starts), strict=True)
+        int(batch_slot): int(length - count)
+        for batch_slot, length, count in zip(
+            request.batch_slots, request.lengths, np.diff(request.new_token_starts), strict=True
+        )
     }
     for part in parts:
         check_request(part, request.num_rows)
         assert len(part.new_tokens) <= capacity
-        for row, slot in enumerate(part.slots.tolist()):
-            received[slot].extend(part.new_tokens[part.new_token_starts[row] : part.new_token_starts[row + 1]].tolist())
-            assert part.lengths[row] == before[slot] + len(received[slot])
-    for row, slot in enumerate(request.slots.tolist()):
+        for row, batch_slot in enumerate(part.batch_slots.tolist()):
+            received[batch_slot].extend(
+                part.new_tokens[part.new_token_starts[row] : part.new_token_starts[row + 1]].tolist()
+            )
+            assert part.lengths[row] == before[batch_slot] + len(received[batch_slot])
+    for row, batch_slot in enumerate(request.batch_slots.tolist()):
         starts = request.new_token_starts
-        assert received[slot] == request.new_tokens[starts[row] : starts[row + 1]].tolist()
+        assert received[batch_slot] == request.new_tokens[starts[row] : starts[row + 1]].tolist()
     assert all((part.max_nodes == 1).all() for part in parts[:-1])
     assert parts[-1].max_nodes.tolist() == request.max_nodes.tolist()
     assert parts[-1].seeds.tolist() == request.seeds.tolist()
@@ -137,7 +141,7 @@ def test_sound_batch_passes() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"slots": [0]},
+        {"batch_slots": [0]},
         {"salts": [0, 0, 0]},
         {"temperatures": []},
     ],

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from foretoken_kernels.sampler_state import SampleBatch, SamplerState, WalkTensors, new_sampler_state, reset_slots
+from foretoken_kernels.sampler_state import SampleBatch, SamplerState, WalkTensors, new_sampler_state, reset_batch_slots
 
 from foretoken.sampling import SamplingParams, is_greedy, noise_key, stop_token_ids
 from foretoken.tree import DraftTree
@@ -90,44 +90,46 @@ def random_sequence(rng: np.random.Generator, vocab: int, nodes: int, pull: floa
     )
 
 
-def new_state(sequences: list[Sequence], slots: list[int], vocab: int, max_slots: int, device: str) -> SamplerState:
+def new_state(
+    sequences: list[Sequence], batch_slots: list[int], vocab: int, max_batch_slots: int, device: str
+) -> SamplerState:
     """Return a state that holds each sequence in its batch slot."""
-    state = new_sampler_state(max_slots, vocab, MAX_BIAS, MAX_STOPS, device)
+    state = new_sampler_state(max_batch_slots, vocab, MAX_BIAS, MAX_STOPS, device)
     # Left behind by an earlier request.
     state.counts.fill_(7)
     state.seen.fill_(1)
-    for slot, sequence in zip(slots, sequences, strict=True):
+    for batch_slot, sequence in zip(batch_slots, sequences, strict=True):
         params = sequence.params
-        state.temperature[slot] = 0.0 if is_greedy(params) else params.temperature
-        state.top_k[slot] = params.top_k
-        state.top_p[slot] = params.top_p
-        state.min_p[slot] = params.min_p
-        state.repetition[slot] = params.repetition_penalty
-        state.frequency[slot] = params.frequency_penalty
-        state.presence[slot] = params.presence_penalty
-        state.seed_low[slot], state.seed_high[slot] = noise_key(params.seed)
-        state.choice[slot] = sequence.choice
-        state.min_tokens[slot] = params.min_tokens
+        state.temperature[batch_slot] = 0.0 if is_greedy(params) else params.temperature
+        state.top_k[batch_slot] = params.top_k
+        state.top_p[batch_slot] = params.top_p
+        state.min_p[batch_slot] = params.min_p
+        state.repetition[batch_slot] = params.repetition_penalty
+        state.frequency[batch_slot] = params.frequency_penalty
+        state.presence[batch_slot] = params.presence_penalty
+        state.seed_low[batch_slot], state.seed_high[batch_slot] = noise_key(params.seed)
+        state.choice[batch_slot] = sequence.choice
+        state.min_tokens[batch_slot] = params.min_tokens
         for index, (token, bias) in enumerate(params.logit_bias.items()):
-            state.bias_ids[slot, index], state.bias_values[slot, index] = token, bias
-        state.num_bias[slot] = len(params.logit_bias)
+            state.bias_ids[batch_slot, index], state.bias_values[batch_slot, index] = token, bias
+        state.num_bias[batch_slot] = len(params.logit_bias)
         stops = sorted(stop_token_ids(params, sequence.eos_ids))
-        state.stop_ids[slot, : len(stops)] = torch.tensor(stops, dtype=torch.int32)
-        state.num_stops[slot] = len(stops)
+        state.stop_ids[batch_slot, : len(stops)] = torch.tensor(stops, dtype=torch.int32)
+        state.num_stops[batch_slot] = len(stops)
 
     def ids(lists: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        pairs = [(token, slot) for slot, tokens in zip(slots, lists, strict=True) for token in tokens]
+        pairs = [(token, batch_slot) for batch_slot, tokens in zip(batch_slots, lists, strict=True) for token in tokens]
         flat = torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2)
         return flat[:, 0], flat[:, 1]
 
     prompts, outputs = ids([s.prompt for s in sequences]), ids([s.output for s in sequences])
-    reset_slots(state, torch.tensor(slots, device=device), *prompts, *outputs)
+    reset_batch_slots(state, torch.tensor(batch_slots, device=device), *prompts, *outputs)
     return state
 
 
 def new_batch(
     sequences: list[Sequence],
-    slots: list[int],
+    batch_slots: list[int],
     vocab: int,
     device: str,
     *,
@@ -149,7 +151,7 @@ def new_batch(
         row_starts=ints([*starts, starts[-1]]),
         tokens=ints([t for s in sequences for t in s.tree.tokens.tolist()] + [123456789] * padding_rows),
         parents=ints([p for s in sequences for p in s.tree.parents.tolist()] + [987654321] * padding_rows),
-        slots=ints([*slots, -5]),
+        batch_slots=ints([*batch_slots, -5]),
         positions=ints([len(s.prompt) + len(s.output) for s in sequences] + [0]),
         num_outputs=ints([len(s.output) for s in sequences] + [0]),
         max_new=ints([s.max_new for s in sequences] + [0]),

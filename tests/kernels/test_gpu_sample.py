@@ -50,9 +50,9 @@ def expected_tokens(sequence: Sequence, vocab_limit: int | None = None) -> list[
 def run(sequences: list[Sequence], device: str, chunk: int = CHUNK, padding_rows: int = 0, **options) -> list[int]:
     """Return the kernels' tokens, and check them against the definition in PyTorch."""
     vocab = sequences[0].logits.shape[1]
-    slots = [2 * index + 1 for index in range(len(sequences))]
-    state = new_state(sequences, slots, vocab, 2 * len(sequences) + 1, device)
-    batch = new_batch(sequences, slots, vocab, device, padding_rows=padding_rows, **options)
+    batch_slots = [2 * index + 1 for index in range(len(sequences))]
+    state = new_state(sequences, batch_slots, vocab, 2 * len(sequences) + 1, device)
+    batch = new_batch(sequences, batch_slots, vocab, device, padding_rows=padding_rows, **options)
     sampled = torch.full((len(batch.tokens),), -77, dtype=torch.int32, device=device)
     sample_rows(batch, state, sample_workspace(len(batch.tokens) + 2, vocab, device, chunk), sampled)
     reference = torch.full_like(sampled, -78)

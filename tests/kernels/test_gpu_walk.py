@@ -52,7 +52,7 @@ def results_equal(left: WalkTensors, right: WalkTensors, num_seqs: int) -> None:
 
 def step(
     sequences: list[Sequence],
-    slots: list[int],
+    batch_slots: list[int],
     state: SamplerState,
     device: str,
     masks: dict[int, TreeMasks] | None = None,
@@ -62,13 +62,13 @@ def step(
     ``masks``: by the sequence's index.
     """
     vocab = sequences[0].logits.shape[1]
-    batch = new_batch(sequences, slots, vocab, device, padding_rows=1)
+    batch = new_batch(sequences, batch_slots, vocab, device, padding_rows=1)
     if masks is not None:
         sender, starts = DeviceMasks(len(batch.tokens), vocab, torch.device(device)), batch.row_starts.tolist()
         sent = sender.send(len(batch.tokens), [(starts[index], each) for index, each in masks.items()])
         batch = batch._replace(mask_rows=sent.rows, mask_bits=sent.bits)
     max_tokens = 1 + max(int(depths(s.tree.parents).max()) for s in sequences)
-    num_seqs, num_rows = len(batch.slots), len(batch.tokens)
+    num_seqs, num_rows = len(batch.batch_slots), len(batch.tokens)
     copy = SamplerState(*(tensor.clone() for tensor in state))
     sampled = torch.full((num_rows,), -77, dtype=torch.int32, device=device)
     expected_sampled = torch.full_like(sampled, -78)
@@ -112,11 +112,11 @@ def test_steps_commit_what_the_verifier_commits(seed, device):
     sequences = [random_sequence(rng, vocab, int(rng.integers(1, 9)), pull=8.0) for _ in range(3)]
     for sequence in sequences:
         sequence.max_new = int(rng.choice([1, 2, 3, 8, 30]))
-    slots = [4, 0, 2]
-    state = new_state(sequences, slots, vocab, 5, device)
+    batch_slots = [4, 0, 2]
+    state = new_state(sequences, batch_slots, vocab, 5, device)
     mirrors = [SamplingState(s.params, s.prompt, s.output, eos_ids=s.eos_ids, choice_index=s.choice) for s in sequences]
     for _ in range(3):
-        result = step(sequences, slots, state, device)
+        result = step(sequences, batch_slots, state, device)
         for index, (sequence, mirror) in enumerate(zip(sequences, mirrors, strict=True)):
             assert_committed(result, index, sequence, mirror)
         going = [index for index in range(len(sequences)) if int(result.finish[index]) == FINISH_NONE]
@@ -129,7 +129,7 @@ def test_steps_commit_what_the_verifier_commits(seed, device):
             sequence.tree = random_tree(rng, nodes, vocab, sequence.output[-1])
             sequence.logits = random_logits(rng, nodes, vocab)
             sequence.logits[:, :6] += np.float32(8.0)
-        sequences, slots = [sequences[i] for i in going], [slots[i] for i in going]
+        sequences, batch_slots = [sequences[i] for i in going], [batch_slots[i] for i in going]
         mirrors = [mirrors[i] for i in going]
         if not sequences:
             break
@@ -245,7 +245,7 @@ def test_garbage_stays_inside_its_tensors(device):
         row_starts=garbage[:4],
         tokens=garbage[4:10],
         parents=garbage[10:16],
-        slots=garbage[16:19],
+        batch_slots=garbage[16:19],
         num_outputs=garbage[19:22],
         max_new=garbage[22:25],
     )
@@ -277,8 +277,8 @@ def test_masked_rows_commit_what_the_verifier_commits(seed: int, device: str) ->
         mirrors.append(SamplingState(sequence.params, sequence.prompt, sequence.output, **rules))
         if fields:
             masks[index] = mirrors[-1].tree_masks(sequence.tree.tokens, sequence.tree.parents)
-    slots = [4, 0, 2, 6, 5]
-    result = step(sequences, slots, new_state(sequences, slots, vocab, 7, device), device, masks)
+    batch_slots = [4, 0, 2, 6, 5]
+    result = step(sequences, batch_slots, new_state(sequences, batch_slots, vocab, 7, device), device, masks)
     for index, (sequence, mirror) in enumerate(zip(sequences, mirrors, strict=True)):
         assert_committed(result, index, sequence, mirror)
 

@@ -25,7 +25,7 @@ def draft_request(
     device_step: DeviceStep | None = None,
     **columns: Sequence[Any],
 ) -> DraftRequest:
-    """Return a request with one row for each list of new tokens, in slots 0, 1, ...
+    """Return a request with one row for each list of new tokens, in batch slots 0, 1, ...
 
     Other columns are as given, or plain defaults. ``hidden``: hidden states per row, each of
     ``hidden_width`` numbers.
@@ -33,7 +33,7 @@ def draft_request(
     rows = len(new_tokens)
     lengths = [max(len(tokens), 1) for tokens in new_tokens]
     defaults: dict[str, tuple[Sequence[Any], type[Any]]] = {
-        "slots": (range(rows), np.int32),
+        "batch_slots": (range(rows), np.int32),
         "generations": ([1] * rows, np.int32),
         "lengths": (lengths, np.int32),
         "prompt_lengths": (lengths, np.int32),
@@ -74,7 +74,7 @@ def draft_requests(
     hidden_width: int = 0,
     block_size: int = 0,
 ) -> DraftRequest:
-    """Draw values that fit the columns, a slot for each row; no blocks if ``block_size`` is 0."""
+    """Draw values that fit the columns, a batch slot a row; no blocks if ``block_size`` is 0."""
     rows = draw(st.integers(1, max_rows))
 
     def column(values: st.SearchStrategy[Any]) -> list[Any]:
@@ -86,7 +86,7 @@ def draft_requests(
         new_tokens,
         epoch=draw(UINT64),
         step_id=draw(st.integers(1, 2**64 - 1)),
-        slots=draw(st.permutations(range(max_rows)))[:rows],
+        batch_slots=draw(st.permutations(range(max_rows)))[:rows],
         generations=column(INT31),
         lengths=lengths,
         prompt_lengths=column(INT31),

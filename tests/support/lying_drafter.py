@@ -20,7 +20,7 @@ from foretoken.transports.arena_layout import HEADER_BYTES
 from foretoken.transports.arena_peer import ArenaPeer
 from foretoken.transports.doorbell import Waiter
 from foretoken.transports.draft_wire import request_from_proto, target_from_proto
-from foretoken.transports.transport import ROWS_PER_SLOT, TransportClosedError, answer
+from foretoken.transports.transport import ROWS_PER_BATCH_SLOT, TransportClosedError, answer
 from protos import drafter_pb2, drafter_pb2_grpc
 
 # The reply in place of the honest one; None: no reply; bytes: the arena buffer's content.
@@ -44,8 +44,8 @@ class Bent:
     def attach(self, target: TargetInfo, weights: TargetWeights | None) -> None:
         self._drafter.attach(target, weights)
 
-    def release(self, slots: Sequence[int]) -> None:
-        self._drafter.release(slots)
+    def release(self, batch_slots: Sequence[int]) -> None:
+        self._drafter.release(batch_slots)
 
     def gauges(self) -> dict[str, float]:
         return {}
@@ -107,7 +107,7 @@ class LyingServer(drafter_pb2_grpc.DrafterServiceServicer):
     def Draft(self, requests: Iterator[drafter_pb2.DraftRequest], context: Any) -> Iterator[drafter_pb2.DraftResponse]:
         assert self._target is not None
         for message in requests:
-            reply = self._reply(request_from_proto(message, ROWS_PER_SLOT * self._target.max_slots, 0))
+            reply = self._reply(request_from_proto(message, ROWS_PER_BATCH_SLOT * self._target.max_batch_slots, 0))
             if isinstance(reply, DraftBatch):
                 yield _to_wire(reply)
             self._bent.handled.set()

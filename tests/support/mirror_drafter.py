@@ -61,9 +61,9 @@ class MirrorDrafter:
             np.array([node - 1 for chain in chains for node in range(len(chain))], np.int32),
         )
 
-    def release(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self.known.pop(int(slot), None)
+    def release(self, batch_slots: Sequence[int]) -> None:
+        for batch_slot in batch_slots:
+            self.known.pop(int(batch_slot), None)
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -73,22 +73,22 @@ class MirrorDrafter:
         }
 
     def _learn(self, request: DraftRequest, row: int) -> list[int]:
-        slot, generation = int(request.slots[row]), int(request.generations[row])
-        known_generation, tokens = self.known.get(slot, (generation, []))
+        batch_slot, generation = int(request.batch_slots[row]), int(request.generations[row])
+        known_generation, tokens = self.known.get(batch_slot, (generation, []))
         if known_generation != generation:
             tokens = []
         tokens = [*tokens, *request.new_tokens[request.new_token_starts[row] : request.new_token_starts[row + 1]]]
-        self.known[slot] = (generation, [int(token) for token in tokens])
-        return self.known[slot][1]
+        self.known[batch_slot] = (generation, [int(token) for token in tokens])
+        return self.known[batch_slot][1]
 
 
 def shown(request: DraftRequest, row: int, tokens: list[int]) -> list[int]:
-    """Return the chain of a row whose slot has ``tokens``, before it is cut to the wanted size."""
+    """Return the chain of a row whose batch slot has ``tokens``, not yet cut to the wanted size."""
     salt, seed = int(request.salts[row]), int(request.seeds[row])
     return [
         tokens[-1] if tokens else 0,
         sum((place + 1) * token for place, token in enumerate(tokens)) % INT31,
-        int(request.slots[row]),
+        int(request.batch_slots[row]),
         int(request.generations[row]),
         int(request.lengths[row]),
         int(request.prompt_lengths[row]),

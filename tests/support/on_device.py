@@ -64,7 +64,7 @@ def harness(  # noqa: PLR0913 - an engine's settings
     walker = DeviceWalker(
         vocab_size=target.config.vocab_size,
         token_limit=VOCAB,
-        max_slots=MAX_RUNNING,
+        max_batch_slots=MAX_RUNNING,
         max_rows=rows,
         max_nodes=max_nodes,
         device=backend.device,

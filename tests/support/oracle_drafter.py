@@ -126,8 +126,8 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         batch, self._batch = self._batch, None
         return batch
 
-    def release(self, slots: Sequence[int]) -> None:
-        gone = [key for key in self.tokens if key[0] in slots]
+    def release(self, batch_slots: Sequence[int]) -> None:
+        gone = [key for key in self.tokens if key[0] in batch_slots]
         self.forgotten += gone
         for key in gone:
             del self.tokens[key], self.blocks[key]
@@ -143,7 +143,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
                 parents.append(-1)
                 starts.append(len(tokens))
                 continue
-            key = (int(request.slots[row]), int(request.generations[row]))
+            key = (int(request.batch_slots[row]), int(request.generations[row]))
             if request.device_step is None:
                 self._learn(request, row, key)
                 most = int(request.max_nodes[row])
@@ -179,7 +179,7 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         assert step is not None and memory.stamp.tolist() == [step.number]
         assert step.begins or step.number == self.numbers[-1] + 1
         self.numbers.append(step.number)
-        keys = list(zip(request.slots.tolist(), request.generations.tolist(), strict=True))
+        keys = list(zip(request.batch_slots.tolist(), request.generations.tolist(), strict=True))
         batch_rows = [None if key[0] < 0 else key for key in keys[: step.num_batch_rows]]
         self.num_named.append(int(request.block_starts[step.num_batch_rows]))
         self._learn_prompts(request, step, keys)
@@ -282,8 +282,8 @@ class _Attachment:
     def is_idle(self) -> bool:
         return self._oracle.is_idle
 
-    def release(self, slots: Sequence[int]) -> None:
-        self._oracle.release(slots)
+    def release(self, batch_slots: Sequence[int]) -> None:
+        self._oracle.release(batch_slots)
 
     def receive(self, timeout_s: float) -> DraftBatch | None:
         return self._oracle.answer()

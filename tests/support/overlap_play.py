@@ -101,17 +101,19 @@ class Play:
         self._number = 100
         self._generation = 0
 
-    def begin(self, texts: Sequence[Text], seed: int, slots: Sequence[int] | None = None) -> None:
+    def begin(self, texts: Sequence[Text], seed: int, batch_slots: Sequence[int] | None = None) -> None:
         """Start new sequences of these texts, in blocks that were not theirs before.
 
-        ``slots``: their batch slots, by default 0, 1, ... A later text is the slot's next sequence.
+        ``batch_slots``: their batch slots, by default 0, 1, ... A later text is the
+        batch slot's next sequence.
         """
         self.drafter.release(range(self.sizes.batch_rows + 2))
         self.texts = texts
         self.all_tokens = [text.tokens(self.vocab) for text in texts]
         self.lengths = [text.prompt for text in texts]
-        self.slots = list(range(len(texts)) if slots is None else slots)
-        self.generations = [self._generation + 1 + self.slots[:i].count(slot) for i, slot in enumerate(self.slots)]
+        self.batch_slots = list(range(len(texts)) if batch_slots is None else batch_slots)
+        numbers = [self.batch_slots[:i].count(slot) for i, slot in enumerate(self.batch_slots)]
+        self.generations = [self._generation + 1 + number for number in numbers]
         self._generation = max(self.generations)
         self.progress = [0] * len(texts)
         ids = np.random.default_rng(seed).permutation(self.sizes.num_blocks).tolist()
@@ -124,7 +126,7 @@ class Play:
         tokens = self.all_tokens[index][: self.lengths[index]]
         shape = {"max_nodes": self.sizes.nodes, "max_depth": 2, "max_branches": 2, "seed": 7 + index, "choice": index}
         fields = shape | self.texts[index].options | options
-        names = {"slot": self.slots[index], "generation": self.generations[index], "width": self.width or 1}
+        names = {"batch_slot": self.batch_slots[index], "generation": self.generations[index], "width": self.width or 1}
         return Row(tokens, new, self.blocks[index], **names, **fields)
 
     def ask(self, rows: Sequence[Row]) -> list[Tree]:
@@ -260,7 +262,7 @@ class Play:
         rows, blocks = [], []
         for index in batch_rows:
             if index is None:
-                rows.append(Row([], 0, [], slot=-1, generation=0, max_nodes=1, max_depth=1, max_branches=1))
+                rows.append(Row([], 0, [], batch_slot=-1, generation=0, max_nodes=1, max_depth=1, max_branches=1))
                 blocks.append([])
                 continue
             row = self.row(index, 0)
@@ -351,7 +353,9 @@ class Play:
             self.lengths[index] += 2
         trees = self.ask([self.row(index, 2) for index in range(len(self.texts))])
         whole = self.lengths[0] // BLOCK * BLOCK
-        heir = replace(self.row(0, 0), tokens=[*self.all_tokens[0][:whole], 3, 1], slot=self.sizes.batch_rows, hidden=2)
+        heir = replace(
+            self.row(0, 0), tokens=[*self.all_tokens[0][:whole], 3, 1], batch_slot=self.sizes.batch_rows, hidden=2
+        )
         heir.new = whole + 2
         heir.blocks = [*self.blocks[0][: whole // BLOCK], self.blocks[self.sizes.batch_rows][0]]
         return trees + self.ask([heir])

@@ -35,7 +35,7 @@ def make(
     """Return a drafter, its target, and the width of its hidden states."""
     target = folder / "target"
     info: dict[str, Any] = {
-        "max_slots": sizes.batch_rows + 2,
+        "max_batch_slots": sizes.batch_rows + 2,
         "max_nodes": sizes.nodes,
         "num_blocks": sizes.num_blocks,
     }

@@ -37,7 +37,7 @@ def target_info(**changes: object) -> TargetInfo:
         "checkpoint_hash": "m",
         "vocab_size": VOCAB,
         "max_model_len": 96,
-        "max_slots": 4,
+        "max_batch_slots": 4,
         "max_nodes": 16,
         "hidden_size": HIDDEN,
         "num_layers": 2,
@@ -185,7 +185,7 @@ class Row:
     tokens: list[int]
     new: int
     blocks: list[int]
-    slot: int = 0
+    batch_slot: int = 0
     generation: int = 1
     hidden: int | None = None
     salt: int = 0
@@ -224,7 +224,7 @@ def request_of(rows: Sequence[Row], *, with_hidden: bool = True, step_id: int = 
     hidden = [row.hidden_states() if with_hidden else [] for row in rows]
     flat = [vector for part in hidden for vector in part]
     columns = {
-        "slots": column([row.slot for row in rows], np.int32),
+        "batch_slots": column([row.batch_slot for row in rows], np.int32),
         "generations": column([row.generation for row in rows], np.int32),
         "lengths": column([len(row.tokens) for row in rows], np.int32),
         "prompt_lengths": column([len(row.tokens) for row in rows], np.int32),

@@ -53,7 +53,7 @@ class RecordingDrafter:
     def draft(self, request: DraftRequest) -> DraftBatch:
         batch = self._drafter.draft(request)
         for row in range(request.num_rows):
-            key = (int(request.slots[row]), int(request.generations[row]))
+            key = (int(request.batch_slots[row]), int(request.generations[row]))
             sent = self._sent.setdefault(key, [])
             sent += request.new_tokens[request.new_token_starts[row] : request.new_token_starts[row + 1]].tolist()
             if request.max_nodes[row] > 1 and len(sent) == request.lengths[row]:
@@ -64,8 +64,8 @@ class RecordingDrafter:
                 self.drawn.append(Drawn(list(sent), shape, tree.tokens.tolist(), tree.parents.tolist(), scores))
         return batch
 
-    def release(self, slots: Sequence[int]) -> None:
-        self._drafter.release(slots)
+    def release(self, batch_slots: Sequence[int]) -> None:
+        self._drafter.release(batch_slots)
 
     def gauges(self) -> dict[str, float]:
         return self._drafter.gauges()

@@ -39,8 +39,8 @@ class ScriptedDrafter:
         self._vocab_size = target.vocab_size
         self._tokens.clear()
 
-    def release(self, slots: Sequence[int]) -> None:
-        for key in [key for key in self._tokens if key[0] in slots]:
+    def release(self, batch_slots: Sequence[int]) -> None:
+        for key in [key for key in self._tokens if key[0] in batch_slots]:
             del self._tokens[key]
 
     def gauges(self) -> dict[str, float]:
@@ -64,7 +64,7 @@ class ScriptedDrafter:
         )
 
     def _learn(self, request: DraftRequest, row: int) -> list[int]:
-        key = (int(request.slots[row]), int(request.generations[row]))
+        key = (int(request.batch_slots[row]), int(request.generations[row]))
         low, high = request.new_token_starts[row], request.new_token_starts[row + 1]
         known = self._tokens.setdefault(key, [])
         first = int(request.lengths[row]) - int(high - low)

@@ -52,20 +52,20 @@ class ToyDrafter:
             np.zeros(sum(map(len, chains)), np.float32),
         )
 
-    def release(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self._texts.pop(int(slot), None)
+    def release(self, batch_slots: Sequence[int]) -> None:
+        for batch_slot in batch_slots:
+            self._texts.pop(int(batch_slot), None)
 
     def gauges(self) -> dict[str, float]:
         return {"toy_reach": float(self._reach)}
 
     def _chain(self, request: DraftRequest, row: int) -> list[int]:
         """Return the row's tree: its root, and the drafted tokens in a chain."""
-        slot, generation = int(request.slots[row]), int(request.generations[row])
-        known, text = self._texts.get(slot, (generation, []))
+        batch_slot, generation = int(request.batch_slots[row]), int(request.generations[row])
+        known, text = self._texts.get(batch_slot, (generation, []))
         new = request.new_tokens[request.new_token_starts[row] : request.new_token_starts[row + 1]].tolist()
         text = (text if known == generation else []) + new
-        self._texts[slot] = generation, text
+        self._texts[batch_slot] = generation, text
         if not text:
             return [0]
         root, most = text[-1], min(int(request.max_nodes[row]), int(request.max_depths[row]) + 1)

@@ -156,7 +156,7 @@ def test_choices_of_a_request(drafts: bool, limit: int) -> None:
         assert course.result(index).finished.num_cached_tokens == 16  # type: ignore[union-attr]
 
 
-def test_a_slot_goes_to_another_in_a_run_that_the_drafter_takes_no_part_in() -> None:
+def test_a_batch_slot_goes_to_another_in_a_run_that_the_drafter_takes_no_part_in() -> None:
     """What is left to send of the old owner must not follow the new one's prompt."""
     requests = [
         greedy(1, 6, 24),
@@ -220,7 +220,7 @@ def test_a_sequence_is_ended_from_outside(end: str, state: str, drafts: bool) ->
     long = state == "prefilling"
     requests = [greedy(1, 6, 80), greedy(2, 60 if long else 6, 70), greedy(3, 6, 30), greedy(4, 7, 30)]
     is_after = {
-        "waiting": lambda: course.sequence(2) is not None and course.sequence(2).slot < 0,
+        "waiting": lambda: course.sequence(2) is not None and course.sequence(2).batch_slot < 0,
         "prefilling": lambda: course.sequence(1) is not None and 8 < course.sequence(1).num_computed < 40,
         "decoding": lambda: course.num_output(1) > 5,
     }[state]
@@ -396,7 +396,7 @@ def test_the_controller_changes_between_plain_decode_and_shapes(
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_batch_rows_and_slots_change_hands_at_once(drafts: bool) -> None:
+def test_batch_rows_and_batch_slots_change_hands_at_once(drafts: bool) -> None:
     """Many short requests pass through two batch rows; each is drafted for as its own."""
     requests = [greedy(i, 3 + i % 7, 4 + i % 5) for i in range(24)]
     course = Course(requests, drafts=drafts, max_running=2)
@@ -405,5 +405,5 @@ def test_batch_rows_and_slots_change_hands_at_once(drafts: bool) -> None:
     assert max(course.step.num_running) == 2
     if drafts:
         assert sum(course.num_accepted(index) for index in range(24)) > 24
-        assert max(slot for slot, _ in course.oracle.num_without_hidden) == 1
+        assert max(batch_slot for batch_slot, _ in course.oracle.num_without_hidden) == 1
         assert len(course.oracle.num_without_hidden) == 24

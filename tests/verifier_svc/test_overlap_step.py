@@ -35,13 +35,13 @@ from verifier_svc.scheduling.block_manager import BlockTable
 from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.sequence import Sequence
 
-VOCAB, HIDDEN, BLOCK, NUM_BLOCKS, SLOTS, NODES = 40, 32, 4, 8, 2, 4
+VOCAB, HIDDEN, BLOCK, NUM_BLOCKS, BATCH_SLOTS, NODES = 40, 32, 4, 8, 2, 4
 # Hidden state 0 is the token's embedding.
 EMBEDDING = (0,)
 ROOT_ALONE = np.zeros(1, np.int32)
 # A size without a graph gets one after 8 steps.
 STEPS_BEFORE_A_CAPTURE = 9
-LARGEST = StepShape(16, SLOTS, NODES, NUM_BLOCKS, EMBEDDING)
+LARGEST = StepShape(16, BATCH_SLOTS, NODES, NUM_BLOCKS, EMBEDDING)
 
 
 class Steps:
@@ -69,25 +69,25 @@ class Steps:
             is_joined: compute prompts in the next step's pass.
         """
         backend = Backend("gpu", torch.device(device))
-        sizes = PassSizes(rows, 16, SLOTS, blocks)
+        sizes = PassSizes(rows, 16, BATCH_SLOTS, blocks)
         self.runner = DeviceRunner(folder, backend=backend, sizes=sizes, block_size=BLOCK, num_blocks=NUM_BLOCKS)
         walker = DeviceWalker(
             vocab_size=VOCAB,
             token_limit=VOCAB,
-            max_slots=SLOTS,
+            max_batch_slots=BATCH_SLOTS,
             max_rows=16,
             max_nodes=NODES,
             device=backend.device,
             graphs=True,
         )
-        layout = OverlapLayout(SLOTS, 3, NODES, HIDDEN, self.runner.dtype, prompt_rows=8)
+        layout = OverlapLayout(BATCH_SLOTS, 3, NODES, HIDDEN, self.runner.dtype, prompt_rows=8)
         self.memory = OverlapMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device), layout)
         self.step = OverlappedStep(
             self.runner,
             walker,
             self.memory,
             StreamOrder(),
-            max_batch_rows=SLOTS,
+            max_batch_rows=BATCH_SLOTS,
             max_prompt_rows=8,
             simulated=None,
             graphs=True,
@@ -98,7 +98,7 @@ class Steps:
                 list(self.step.captures(EMBEDDING, [], has_found=False, is_long=is_long))
         if is_padded:
             # Buffers that grew later would end the graphs.
-            self.runner.forward(blank_batch(16, SLOTS), EMBEDDING)
+            self.runner.forward(blank_batch(16, BATCH_SLOTS), EMBEDDING)
             self.step.warm_up(EMBEDDING)
             self.step.sizes.add(LARGEST)
         self.step.begin(EMBEDDING, 0)
@@ -125,8 +125,8 @@ class Steps:
 
     def join_all(self, prompts: list[list[int]], width: int) -> None:
         """Join a sequence for each prompt, with all but its last token computed."""
-        for slot, prompt in enumerate(prompts):
-            sequence = sequence_of(prompt, slot, [4 * slot + block for block in range(4)])
+        for batch_slot, prompt in enumerate(prompts):
+            sequence = sequence_of(prompt, batch_slot, [4 * batch_slot + block for block in range(4)])
             self.prefill(sequence, len(prompt) - 1)
             self.join(sequence, width)
 
@@ -171,10 +171,10 @@ class Steps:
         return found
 
 
-def sequence_of(prompt: list[int], slot: int, blocks: list[int], max_tokens: int = 8) -> Sequence:
+def sequence_of(prompt: list[int], batch_slot: int, blocks: list[int], max_tokens: int = 8) -> Sequence:
     """Return a running sequence with these blocks, of which nothing is computed."""
     submit = Submit(
-        SequenceKey(1, f"r{slot}", 0),
+        SequenceKey(1, f"r{batch_slot}", 0),
         0,
         tuple(prompt),
         (),
@@ -185,7 +185,7 @@ def sequence_of(prompt: list[int], slot: int, blocks: list[int], max_tokens: int
     )
     sequence = Sequence(submit, max_model_len=16, eos_ids=frozenset(), token_limit=VOCAB, now=0.0)
     sequence.table = BlockTable(b"", block_ids=blocks)
-    sequence.slot, sequence.generation = slot, 0
+    sequence.batch_slot, sequence.generation = batch_slot, 0
     return sequence
 
 
@@ -389,7 +389,7 @@ def test_a_sequence_joins_beside_a_tree_and_the_first_one_leaves(
     assert steps.run(is_drafted=True) == {1: texts[1][1:3]}
     assert steps.memory.counts.tolist() == [0, 2] and int(steps.memory.num_left[0]) == 0
 
-    # Somebody else takes it: the lowest free batch row, with the first one's slot.
+    # Somebody else takes it: the lowest free batch row, with the first one's batch slot.
     third = sequence_of(prompts[0], 0, [0, 1, 2, 3])
     steps.prefill(third, 4)
     assert steps.join(third) == 0
@@ -403,7 +403,10 @@ def test_prompts_join_a_step_whose_sequences_share_rows(folder: Path, device: st
     texts = [alone.text(prompt, 3) for prompt in prompts]
     steps = Steps(folder, device, is_joined=True)
     steps.step.batch_rows.share_rows(2)
-    first, second = (sequence_of(prompt, slot, [4 * slot + i for i in range(4)]) for slot, prompt in enumerate(prompts))
+    first, second = (
+        sequence_of(prompt, batch_slot, [4 * batch_slot + i for i in range(4)])
+        for batch_slot, prompt in enumerate(prompts)
+    )
     steps.prefill(first, 4)
     steps.join(first, width=3)
     assert steps.run() == {0: texts[0][:1]}
@@ -473,7 +476,10 @@ def test_long_sequences_and_their_prompts_have_graphs(
     monkeypatch.setattr(joined_prompts, "_LEAST_LONG_ROWS", 1)
     steps = Steps(folder, device, blocks=200, is_joined=True)
     num_captured = len(RecordedGraphs.captured)
-    grown, late = (sequence_of(prompt, slot, [4 * slot, 4 * slot + 1]) for slot, prompt in enumerate(prompts))
+    grown, late = (
+        sequence_of(prompt, batch_slot, [4 * batch_slot, 4 * batch_slot + 1])
+        for batch_slot, prompt in enumerate(prompts)
+    )
     steps.prefill(grown, 4)
     steps.join(grown)
     assert steps.run() == {0: texts[0][:1]}

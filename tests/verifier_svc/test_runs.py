@@ -18,7 +18,7 @@ import pytest
 from foretoken.drafting import DraftRequest, TargetInfo
 from foretoken.overlap_memory import StreamOrder
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from foretoken.transports.transport import ROWS_PER_SLOT
+from foretoken.transports.transport import ROWS_PER_BATCH_SLOT
 from tests.support.engine_harness import Request, Result, TestSource, assert_bits
 from tests.support.runs import (
     BATCH_ROWS,
@@ -352,7 +352,7 @@ def test_a_drafter_that_attaches_anew_within_a_run_was_sent_nothing() -> None:
 
 
 def test_a_request_names_the_blocks_that_its_step_may_need_and_no_others() -> None:
-    """Any transport takes two blocks a slot; reserves and rows without drafts would be more."""
+    """A transport takes two blocks a batch slot; reserves and rows without drafts would be more."""
     plain_row = greedy(0, 200, 40, speculation=SpeculationOptions(enabled=False))
     requests = [plain_row, *(greedy(i, 6, 30) for i in range(1, BATCH_ROWS))]
     expected = plain(requests)
@@ -361,7 +361,7 @@ def test_a_request_names_the_blocks_that_its_step_may_need_and_no_others() -> No
     results = runs.harness.run(requests)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
     assert runs.num_ahead > 3
-    assert max(oracle.num_named) <= ROWS_PER_SLOT * BATCH_ROWS
+    assert max(oracle.num_named) <= ROWS_PER_BATCH_SLOT * BATCH_ROWS
 
 
 def test_no_block_is_named_after_the_end_of_the_context() -> None:

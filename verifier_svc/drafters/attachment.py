@@ -226,7 +226,7 @@ class Attachment:
             self._record.source.report_failure(str(error))
             return
         for row in rows:
-            self.sent.mark(row.slot, row.generation, row.length)
+            self.sent.mark(row.batch_slot, row.generation, row.length)
         if self._catching_up_since is None and any(self.sent.takes_long(len(row.new_tokens)) for row in rows):
             self._catching_up_since = self._settings.clock()
         self._posted = Posted(self._step_id, rows, in_device_memory=is_fed)
@@ -265,7 +265,7 @@ class Attachment:
         """
         self._step_id += 1
         self.device_step_number = step.number
-        self.final_updates.forget_slots(set(request.slots[step.num_batch_rows :].tolist()))
+        self.final_updates.forget_batch_slots(set(request.batch_slots[step.num_batch_rows :].tolist()))
         try:
             self.transport.post(replace(request, epoch=self._settings.epoch, step_id=self._step_id, device_step=step))
         except TransportClosedError as error:

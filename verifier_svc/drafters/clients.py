@@ -49,7 +49,7 @@ class DrafterClients:
             checkpoint_hash=runner.checkpoint_hash,
             vocab_size=config.vocab_size,
             max_model_len=runner.max_model_len,
-            max_slots=settings.max_running_requests,
+            max_batch_slots=settings.max_running_requests,
             max_nodes=settings.speculative_num_draft_tokens,
             hidden_size=config.hidden_size,
             num_layers=config.num_layers,

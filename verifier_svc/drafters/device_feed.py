@@ -25,7 +25,9 @@ def can_feed(rows: Items[DraftRow], layout: OverlapLayout) -> bool:
     Each row must have the last few tokens of a sequence that the drafter knows, and hidden states
     that are where the last pass left them. A batch slot may have only one row.
     """
-    return len(rows) == len({row.slot for row in rows}) <= layout.batch_rows and all(_fits(row, layout) for row in rows)
+    return len(rows) == len({row.batch_slot for row in rows}) <= layout.batch_rows and all(
+        _fits(row, layout) for row in rows
+    )
 
 
 def _fits(row: DraftRow, layout: OverlapLayout) -> bool:

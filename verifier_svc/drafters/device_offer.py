@@ -49,7 +49,7 @@ class DeviceOffer(NamedTuple):
             return None
         width = len(needs.captured_layers) * target.hidden_size
         return OverlapLayout(
-            target.max_slots, self.tokens, target.max_nodes, width, self.hidden_dtype, self.prompt_rows
+            target.max_batch_slots, self.tokens, target.max_nodes, width, self.hidden_dtype, self.prompt_rows
         )
 
     def in_process(self, drafter: Drafter, target: TargetInfo, needs: DrafterNeeds) -> OverlapMemory | None:

@@ -80,7 +80,7 @@ class InProcessClient(DraftSource):
         if self._clock() >= self._gauges_at:
             self._look_at_gauges()
 
-    def trace_sequence(self, slot: int, generation: int, parent: TraceContext) -> None:
+    def trace_sequence(self, batch_slot: int, generation: int, parent: TraceContext) -> None:
         """Do nothing: a drafter in the verifier's process has no spans beside the verifier's."""
 
     def _look_at_gauges(self) -> None:

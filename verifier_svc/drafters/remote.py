@@ -109,12 +109,12 @@ class DrafterClient(DraftSource):
             self._breaker.success()
             self._outages.forget_fault()
 
-    def trace_sequence(self, slot: int, generation: int, parent: TraceContext) -> None:
+    def trace_sequence(self, batch_slot: int, generation: int, parent: TraceContext) -> None:
         stub = self._stub
         if stub is None:
             return
         request = drafter_pb2.TraceSequenceRequest(
-            epoch=self._epoch, slot=slot, generation=generation, traceparent=parent.traceparent
+            epoch=self._epoch, slot=batch_slot, generation=generation, traceparent=parent.traceparent
         )
         if parent.tracestate is not None:
             request.tracestate = parent.tracestate

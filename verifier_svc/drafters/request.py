@@ -140,7 +140,7 @@ class DraftRow(NamedTuple):
     """
 
     sequence: Sequence
-    slot: int
+    batch_slot: int
     generation: int
     length: int
     new_tokens: list[int]
@@ -161,7 +161,7 @@ class DraftRow(NamedTuple):
     @property
     def has_ended(self) -> bool:
         """Whether the sequence has given its batch slot back."""
-        return (self.sequence.slot, self.sequence.generation) != (self.slot, self.generation)
+        return (self.sequence.batch_slot, self.sequence.generation) != (self.batch_slot, self.generation)
 
 
 def request_of(epoch: int, step_id: int, rows: Items[DraftRow]) -> DraftRequest:
@@ -191,7 +191,7 @@ def record_of(row: DraftRow) -> tuple[float, ...]:
     return (
         sequence.salt_digest,
         params.seed % 2**64,
-        row.slot,
+        row.batch_slot,
         row.generation,
         row.length,
         sequence.num_prompt_tokens,

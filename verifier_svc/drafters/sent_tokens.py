@@ -34,12 +34,12 @@ class SentTokens:
 
     def length(self, sequence: Sequence) -> int:
         """Return how many tokens of a sequence were sent."""
-        generation, length = self._lengths.get(sequence.slot, (sequence.generation, 0))
+        generation, length = self._lengths.get(sequence.batch_slot, (sequence.generation, 0))
         return length if generation == sequence.generation else 0
 
-    def mark(self, slot: int, generation: int, length: int) -> None:
+    def mark(self, batch_slot: int, generation: int, length: int) -> None:
         """Record that the first ``length`` tokens of a sequence were sent."""
-        self._lengths[slot] = generation, length
+        self._lengths[batch_slot] = generation, length
 
     def row(
         self, sequence: Sequence, shape: Shape, *, awaited: bool, captured: tuple[int, ...], most: int = sys.maxsize
@@ -59,7 +59,7 @@ class SentTokens:
             shape, awaited = NO_DRAFT, False
         return DraftRow(
             sequence,
-            sequence.slot,
+            sequence.batch_slot,
             sequence.generation,
             length,
             sequence.tokens[sent:length],
@@ -80,7 +80,7 @@ class SentTokens:
         row = self.row(sequence, NO_DRAFT, awaited=False, captured=captured, most=self.most_new_tokens)
         if row is None:
             length = len(sequence.tokens)
-            row = DraftRow(sequence, sequence.slot, sequence.generation, length, [], [], [], (), NO_DRAFT, False)
+            row = DraftRow(sequence, sequence.batch_slot, sequence.generation, length, [], [], [], (), NO_DRAFT, False)
         return row
 
     def takes_long(self, num_tokens: int) -> bool:

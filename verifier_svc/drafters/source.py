@@ -90,7 +90,7 @@ class DraftSource(ABC):
         """Record that a draft was sound."""
 
     @abstractmethod
-    def trace_sequence(self, slot: int, generation: int, parent: TraceContext) -> None:
+    def trace_sequence(self, batch_slot: int, generation: int, parent: TraceContext) -> None:
         """Let the drafter record a span of its work for a sequence that has ended.
 
         Any thread may call it.

@@ -101,11 +101,11 @@ class StreamTransport(QueuedTransport):
             else:
                 yield request_to_proto(message)
 
-    def _release(self, slots: tuple[int, ...]) -> None:
+    def _release(self, batch_slots: tuple[int, ...]) -> None:
         try:
-            self._stub.Release(drafter_pb2.ReleaseRequest(epoch=self._epoch, slots=slots))
+            self._stub.Release(drafter_pb2.ReleaseRequest(epoch=self._epoch, slots=batch_slots))
         except grpc.RpcError as error:
-            # The slots' next generations make up for it; a drafter that
+            # The batch slots' next generations make up for it; a drafter that
             # is gone ends the stream too.
             self._reason = f"release failed: {error}"
             self._call.cancel()

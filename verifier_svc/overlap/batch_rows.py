@@ -86,9 +86,9 @@ class OverlapBatchRows:
         self._is_laid_out = False
         self.state.step.fill_(number)
 
-    def slots(self, count: int) -> list[int]:
+    def batch_slots(self, count: int) -> list[int]:
         """Return the batch slots of the first ``count`` batch rows; 0 for free ones."""
-        return [0 if batch_row is None else batch_row.sequence.slot for batch_row in self._rows[:count]]
+        return [0 if batch_row is None else batch_row.sequence.batch_slot for batch_row in self._rows[:count]]
 
     def free_row(self) -> int:
         """Return the lowest free batch row. There is one for each batch slot."""
@@ -182,7 +182,7 @@ class OverlapBatchRows:
             sequence = batch_row.sequence
             values = (
                 1,
-                sequence.slot,
+                sequence.batch_slot,
                 len(sequence.tokens),
                 sequence.max_new_tokens,
                 sequence.num_output_tokens,

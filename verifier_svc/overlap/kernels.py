@@ -44,7 +44,7 @@ class OverlapKernels:
     ) -> None:
         self._runner, self._walker, self._memory, self._state = runner, walker, memory, state
         self._simulated = simulated
-        device, batch_rows, nodes = state.slots.device, memory.layout.batch_rows, memory.layout.nodes
+        device, batch_rows, nodes = state.batch_slots.device, memory.layout.batch_rows, memory.layout.nodes
         self._owed = torch.zeros(batch_rows, dtype=torch.float32, device=device)
         self._drafted = DraftedTrees(memory.draft_stamp, memory.num_nodes, memory.draft_tokens, memory.draft_parents)
         sizes = {
@@ -133,7 +133,7 @@ class OverlapKernels:
         Args:
             most: alternatives of a token.
         """
-        device, walk, logits = self._state.slots.device, stage.walk.result, stage.target_pass.logits
+        device, walk, logits = self._state.batch_slots.device, stage.walk.result, stage.target_pass.logits
         on_host = torch.tensor(batch_rows, dtype=torch.int64)
         at = (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
         rows = stage.rows.row_starts[at, None] + walk.nodes[at, :depth]

@@ -62,10 +62,10 @@ class Stage:
         self.starts = FetchBuffer(arrays.row_starts)
         self.tokens, self.parents = FetchBuffer(asked["tokens"]), FetchBuffer(asked["parents"])
 
-    def fill_walk(self, row_starts: np.ndarray, slots: list[int]) -> None:
+    def fill_walk(self, row_starts: np.ndarray, batch_slots: list[int]) -> None:
         """Fill the walk's input where no kernel writes it. Padding rows belong to no sequence.
 
-        ``slots``: the batch slots of the sequences, at most one for each sequence of the shape.
+        ``batch_slots``: of the sequences, at most one for each sequence of the shape.
         """
         asked = self.walk.asked
         asked.wait()
@@ -73,7 +73,7 @@ class Stage:
         for name in ("row_seqs", "parents", "tokens"):
             host[name][:] = -1
         host["row_starts"][:] = row_starts
-        host["slots"][:] = 0
-        host["slots"][: len(slots)] = slots
+        host["batch_slots"][:] = 0
+        host["batch_slots"][: len(batch_slots)] = batch_slots
         host["max_new"][:] = 1
         asked.send()

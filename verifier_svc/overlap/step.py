@@ -173,7 +173,7 @@ class OverlappedStep:
     def _clear(self, stage: Stage, row_starts: np.ndarray, prompts: ForwardBatch | None = None) -> None:
         """Fill a stage's input where no kernel writes it."""
         stage.target_pass.batch.clear(row_starts, prompts)
-        stage.fill_walk(row_starts, self.batch_rows.slots(stage.shape.seqs))
+        stage.fill_walk(row_starts, self.batch_rows.batch_slots(stage.shape.seqs))
 
     def prefill(self, batch: ForwardBatch, parts: Items[tuple[int, int]]) -> int:
         """Let the next step's pass compute prompt tokens, without logits.

@@ -25,7 +25,7 @@ from foretoken_kernels.sampler_state import (
     SamplerState,
     WalkTensors,
     new_sampler_state,
-    reset_slots,
+    reset_batch_slots,
 )
 
 from foretoken.errors import ForetokenError, InvalidRequestError
@@ -92,7 +92,7 @@ class WalkStage:
                 "tokens": ((rows,), torch.int32),
                 "parents": ((rows,), torch.int32),
                 "row_starts": ((seqs + 1,), torch.int32),
-                "slots": ((seqs,), torch.int32),
+                "batch_slots": ((seqs,), torch.int32),
                 "positions": ((seqs,), torch.int32),
                 "num_outputs": ((seqs,), torch.int32),
                 "max_new": ((seqs,), torch.int32),
@@ -112,7 +112,7 @@ class DeviceWalker:
     Args:
         vocab_size: width of the logits.
         token_limit: ids below this one may be sampled.
-        max_slots: most sequences that run at once.
+        max_batch_slots: most sequences that run at once.
         max_rows: most rows of logits in one step.
         max_nodes: most nodes of one tree.
         graphs: whether to capture sampling and walk as graphs.
@@ -126,18 +126,18 @@ class DeviceWalker:
         *,
         vocab_size: int,
         token_limit: int,
-        max_slots: int,
+        max_batch_slots: int,
         max_rows: int,
         max_nodes: int,
         device: torch.device,
         graphs: bool,
     ) -> None:
-        self._token_limit, self._max_slots, self._max_tokens = token_limit, max_slots, max_nodes
+        self._token_limit, self._max_batch_slots, self._max_tokens = token_limit, max_batch_slots, max_nodes
         self._device = device
         self.masks = DeviceMasks(max_rows, token_limit, device)
         self._workspace: SampleWorkspace = sample_workspace(max_rows, vocab_size, device)
-        state = new_sampler_state(max_slots, vocab_size, MAX_LOGIT_BIAS_ENTRIES, _MAX_STOPS, device)
-        # One copy sends the rules of all slots. Biases are copied only if a request has some.
+        state = new_sampler_state(max_batch_slots, vocab_size, MAX_LOGIT_BIAS_ENTRIES, _MAX_STOPS, device)
+        # One copy sends the rules of all batch slots. Biases are copied only if a request has some.
         sent = (*_RULES, *_ROWS)
         columns = {name: (tuple(getattr(state, name).shape), getattr(state, name).dtype) for name in sent}
         self._rules = PinnedBuffers(columns, device)
@@ -145,7 +145,7 @@ class DeviceWalker:
             self._rules.host[name][:] = getattr(state, name).cpu().numpy()
         self._state: SamplerState = state._replace(**self._rules.device)
         # For each batch slot, the generation of the sequence whose rules it holds.
-        self._generations = [-1] * max_slots
+        self._generations = [-1] * max_batch_slots
         self._stages: dict[_Shape, WalkStage] = {}
         self._graphs = DeviceGraphs(graphs and device.type == "cuda")
 
@@ -166,7 +166,7 @@ class DeviceWalker:
             if has_token_masks(each.sequence.sampling):
                 results[id(each)] = walk_on_host(each, logits)
                 # The device does not count these tokens.
-                self._generations[each.sequence.slot] = -1
+                self._generations[each.sequence.batch_slot] = -1
         return [results[id(each)] for each in walks]
 
     @torch.inference_mode()
@@ -190,7 +190,9 @@ class DeviceWalker:
     def _launch(self, walks: list[Walk], logits: torch.Tensor) -> WalkStage:
         rows = max(each.first_row + each.tree.num_nodes for each in walks)
         # Rows of logits after this step's rows hold values of earlier steps.
-        shape = _Shape(min(bucket(rows), len(self._workspace.depths)), min(seq_bucket(len(walks)), self._max_slots))
+        shape = _Shape(
+            min(bucket(rows), len(self._workspace.depths)), min(seq_bucket(len(walks)), self._max_batch_slots)
+        )
         if shape not in self._stages:
             self._stages[shape] = WalkStage(shape, self._max_tokens, 1, self._device)
         stage = self._stages[shape]
@@ -206,12 +208,12 @@ class DeviceWalker:
             host["tokens"][first_row:end] = tree.tokens
             host["parents"][first_row:end] = tree.parents
             host["row_starts"][index] = first_row
-            host["slots"][index] = sequence.slot
+            host["batch_slots"][index] = sequence.batch_slot
             host["positions"][index] = len(sequence.tokens)
             host["num_outputs"][index] = sequence.num_output_tokens
             host["max_new"][index] = sequence.max_new_tokens
         host["row_starts"][len(walks)] = rows
-        host["slots"][len(walks) :] = 0
+        host["batch_slots"][len(walks) :] = 0
         host["max_new"][len(walks) :] = 1
         stage.asked.send()
         whole = _first_rows(logits, shape.rows)
@@ -229,12 +231,12 @@ class DeviceWalker:
 
     def send_rules(self, sequences: Items[SampledSequence]) -> None:
         """Send the rules of sequences that are new in their batch slots to the device."""
-        fresh = [s for s in sequences if self._generations[s.slot] != s.generation]
+        fresh = [s for s in sequences if self._generations[s.batch_slot] != s.generation]
         if not fresh:
             return
         self._rules.wait()
         for sequence in fresh:
-            self._generations[sequence.slot] = sequence.generation
+            self._generations[sequence.batch_slot] = sequence.generation
             self._set_rules(sequence)
         self._rules.send()
         counted = [s for s in fresh if _is_penalized(s)]
@@ -242,7 +244,7 @@ class DeviceWalker:
             self._count(counted)
 
     def _set_rules(self, sequence: SampledSequence) -> None:
-        params, slot = sequence.sampling, sequence.slot
+        params, batch_slot = sequence.sampling, sequence.batch_slot
         seed_low, seed_high = noise_key(params.seed)
         bias = {token: value for token, value in params.logit_bias.items() if token < self._token_limit}
         stops = sorted(sequence.sampler.stop_ids)[:_MAX_STOPS]
@@ -262,11 +264,11 @@ class DeviceWalker:
             len(stops),
         )
         for name, value in zip(_RULES, values, strict=True):
-            self._rules.host[name][slot] = value
-        self._rules.host["stop_ids"][slot, : len(stops)] = stops
+            self._rules.host[name][batch_slot] = value
+        self._rules.host["stop_ids"][batch_slot, : len(stops)] = stops
         if bias:
-            self._state.bias_ids[slot, : len(bias)] = self._sent(list(bias), torch.int32)
-            self._state.bias_values[slot, : len(bias)] = self._sent(list(bias.values()), torch.float32)
+            self._state.bias_ids[batch_slot, : len(bias)] = self._sent(list(bias), torch.int32)
+            self._state.bias_values[batch_slot, : len(bias)] = self._sent(list(bias.values()), torch.float32)
 
     def _sent(self, values: list[Any], dtype: torch.dtype) -> torch.Tensor:
         """Return values on the device, copied in stream order: the host waits for no step."""
@@ -280,11 +282,11 @@ class DeviceWalker:
         prompt, output = [], []
         for sequence in sequences:
             split, limit = sequence.num_prompt_tokens, self._state.counts.shape[1]
-            prompt += [(sequence.slot, token) for token in set(sequence.tokens[:split]) if token < limit]
-            output += [(sequence.slot, token) for token in sequence.tokens[split:]]
-        slots = self._sent([s.slot for s in sequences], torch.int64)
+            prompt += [(sequence.batch_slot, token) for token in set(sequence.tokens[:split]) if token < limit]
+            output += [(sequence.batch_slot, token) for token in sequence.tokens[split:]]
+        batch_slots = self._sent([s.batch_slot for s in sequences], torch.int64)
         pairs = [self._sent(each, torch.int64).reshape(-1, 2) for each in (prompt, output)]
-        reset_slots(self._state, slots, pairs[0][:, 1], pairs[0][:, 0], pairs[1][:, 1], pairs[1][:, 0])
+        reset_batch_slots(self._state, batch_slots, pairs[0][:, 1], pairs[0][:, 0], pairs[1][:, 1], pairs[1][:, 0])
 
 
 def walk_results(

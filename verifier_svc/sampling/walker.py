@@ -21,8 +21,8 @@ class SampledSequence(Protocol):
     # Committed tokens, prompt first; the first ``num_prompt_tokens`` are the prompt.
     tokens: list[int]
     num_prompt_tokens: int
-    # The batch slot, and how many sequences that slot has had.
-    slot: int
+    # The batch slot, and how many sequences it has had.
+    batch_slot: int
     generation: int
 
     @property

@@ -14,7 +14,7 @@ from itertools import islice
 from verifier_svc.scheduling.batch import Scheduled
 from verifier_svc.scheduling.block_manager import BlockManager
 from verifier_svc.scheduling.prefill_budget import PrefillBudget
-from verifier_svc.scheduling.sequence import NO_SLOT, Sequence
+from verifier_svc.scheduling.sequence import NO_BATCH_SLOT, Sequence
 
 
 class Scheduler:
@@ -31,7 +31,7 @@ class Scheduler:
         self.max_running = max_running
         self._max_waiting = max_waiting
         self.prefill = prefill
-        self._free_slots = list(range(max_running - 1, -1, -1))
+        self._free_batch_slots = list(range(max_running - 1, -1, -1))
         self._generations = [0] * max_running
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
@@ -56,17 +56,17 @@ class Scheduler:
         Sequences that the next step can start do not count as waiting. Any thread may call this;
         the answer is approximate.
         """
-        return self._max_waiting + len(self._free_slots) - len(self.waiting)
+        return self._max_waiting + len(self._free_batch_slots) - len(self.waiting)
 
     @property
     def num_soon(self) -> int:
         """Return how many sequences will run together once waiting prompts are computed."""
-        return len(self.running) + min(len(self.waiting), len(self._free_slots))
+        return len(self.running) + min(len(self.waiting), len(self._free_batch_slots))
 
     @property
     def admissible(self) -> list[Sequence]:
         """Return the waiting sequences for which there are batch slots, though maybe no blocks."""
-        return list(islice(self.waiting, len(self._free_slots)))
+        return list(islice(self.waiting, len(self._free_batch_slots)))
 
     def reserve_ahead(self, sequence: Sequence, least: int, wanted: int) -> bool:
         """Reserve blocks for ``wanted`` tokens of a running sequence, or else for ``least``.
@@ -85,7 +85,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a waiting or running sequence and free its blocks."""
-        if sequence.slot == NO_SLOT:
+        if sequence.batch_slot == NO_BATCH_SLOT:
             self.waiting.remove(sequence)
             return
         self.running.remove(sequence)
@@ -103,7 +103,7 @@ class Scheduler:
         """
         scheduled: list[Scheduled] = []
         for sequence in [s for s in self.running if s.is_decoding]:
-            if sequence.slot == NO_SLOT:
+            if sequence.batch_slot == NO_BATCH_SLOT:
                 continue  # an older sequence has just preempted it
             nodes = self._reserve_nodes(sequence, num_nodes(sequence))
             if nodes:
@@ -116,10 +116,10 @@ class Scheduler:
         for sequence in prefilling:
             if budget <= 0:
                 break
-            if sequence.slot == NO_SLOT:
+            if sequence.batch_slot == NO_BATCH_SLOT:
                 continue  # an older sequence has just preempted it
             budget -= self._schedule_chunk(sequence, budget, scheduled)
-        while budget > 0 and self._free_slots:
+        while budget > 0 and self._free_batch_slots:
             admitted = self.admit(now)
             if admitted is None:
                 break
@@ -191,9 +191,9 @@ class Scheduler:
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = min(table.num_cached_tokens, sequence.num_prompt_tokens)
                 sequence.times.started_at = now
-            slot = self._free_slots.pop()
-            self._generations[slot] += 1
-            sequence.slot, sequence.generation = slot, self._generations[slot]
+            batch_slot = self._free_batch_slots.pop()
+            self._generations[batch_slot] += 1
+            sequence.batch_slot, sequence.generation = batch_slot, self._generations[batch_slot]
             self._insert_by_rank(sequence)
             return sequence
         return None
@@ -238,9 +238,9 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         assert sequence.table is not None
         self.blocks.free(sequence.table)
-        self._free_slots.append(sequence.slot)
+        self._free_batch_slots.append(sequence.batch_slot)
         sequence.table = None
-        sequence.slot = NO_SLOT
+        sequence.batch_slot = NO_BATCH_SLOT
 
 
 def _running_rank(sequence: Sequence) -> tuple[int, float]:

@@ -15,7 +15,7 @@ from verifier_svc.scheduling.block_manager import BlockTable
 from verifier_svc.scheduling.draft import DrafterShare
 from verifier_svc.scheduling.hidden_states import HiddenStates
 
-NO_SLOT = -1
+NO_BATCH_SLOT = -1
 
 
 class DecodeStep(NamedTuple):
@@ -105,7 +105,7 @@ class Sequence:
         self.num_computed = 0
         self.num_cached_tokens: int | None = None
         # The batch slot, and how many sequences it has had.
-        self.slot = NO_SLOT
+        self.batch_slot = NO_BATCH_SLOT
         self.generation = 0
 
         # Speculation: hidden states for the drafters, and the figures of each decode step.
@@ -152,7 +152,7 @@ class Sequence:
         """Forget blocks, batch slot and computed tokens after a preemption; all run again."""
         self.table = None
         self.num_computed = 0
-        self.slot = NO_SLOT
+        self.batch_slot = NO_BATCH_SLOT
         self.hidden_states.clear()
         self.prompt_logprobs.entries.clear()
 

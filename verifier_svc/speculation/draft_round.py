@@ -152,7 +152,7 @@ class DraftRound(ABC):
     def collect(self, attachment: Attachment, found: Found) -> None:
         """Add the drafts that a drafter was waited for to those that were found."""
         for row, draft in attachment.collect(self._worth_s):
-            found.setdefault((row.slot, row.generation), []).append(draft)
+            found.setdefault((row.batch_slot, row.generation), []).append(draft)
 
     def _worth_s(self, posted: Posted) -> float:
         """Return the most seconds that a request's drafts can save.
@@ -257,15 +257,17 @@ class ModelRound(DraftRound):
             if not attachment.is_catching_up():
                 drafted = self.rows_to_draft(drafter, attachment, plans)
                 rows += drafted
-                asked = {row.slot for row in rows}
+                asked = {row.batch_slot for row in rows}
                 # Sending what is on the GPU now costs no more than this;
                 # later it would be on the host.
                 least = 1 if drafted and attachment.has_overlap_memory else SEND_BEHIND
                 behind = [
-                    s for s in decoding if s.slot not in asked and len(s.tokens) - attachment.sent.length(s) >= least
+                    s
+                    for s in decoding
+                    if s.batch_slot not in asked and len(s.tokens) - attachment.sent.length(s) >= least
                 ]
                 rows += self.rows_to_send(drafter, attachment, behind)
             # A model writes the KV entries that it still owes of a sequence
             # only with ordinary requests.
-            may_feed = all((row.slot, row.generation) not in undrafted for row in drafted)
+            may_feed = all((row.batch_slot, row.generation) not in undrafted for row in drafted)
             attachment.post(rows, may_feed=may_feed)

@@ -27,7 +27,7 @@ class Fallbacks:
             return FallbackReason.LAST_TOKEN
         if not self._trees.were_asked_for:
             return FallbackReason.FIRST_STEP
-        key = sequence.slot, sequence.generation
+        key = sequence.batch_slot, sequence.generation
         plans = [plan for plan in self._trees.plans if plan.key == key]
         if key in self._trees.undrafted or (plans and not any(plan.awaited for plan in plans)):
             return FallbackReason.NOTHING_FOUND

@@ -30,7 +30,7 @@ class NextTrees:
 
     def of(self, sequence: Sequence) -> Draft | None:
         """Return the tree of a sequence; None means the root alone."""
-        return self._drafts.get((sequence.slot, sequence.generation))
+        return self._drafts.get((sequence.batch_slot, sequence.generation))
 
     def clear(self) -> None:
         """Forget trees and plans: the step was made."""

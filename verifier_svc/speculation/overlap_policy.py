@@ -83,7 +83,7 @@ class OverlapPolicy:
         if block is not None:
             return block
         undrafted = self._trees.undrafted if self._trees.were_asked_for else ()
-        if any((sequence.slot, sequence.generation) in undrafted for sequence, found in wanted if found):
+        if any((sequence.batch_slot, sequence.generation) in undrafted for sequence, found in wanted if found):
             return OverlapBlock.UNDRAFTED_ROW
         controller = self.controllers.of(drafter)
         if controller.rests and self._common_shape(sequences) is None:

@@ -17,9 +17,9 @@ from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 _BLOCKS = list(RAGGED_COLUMNS).index("block_ids")
 _NO_TOKENS = np.zeros(0, np.int32)
 _NO_HIDDEN = np.zeros((0, 0), np.float32)
-# An empty batch row: no slot, no tokens, nothing asked.
+# An empty batch row: no batch slot, no tokens, nothing asked.
 _EMPTY = np.zeros(1, ROW_DTYPE)
-_EMPTY["slots"], _EMPTY["max_nodes"], _EMPTY["max_depths"], _EMPTY["max_branches"] = -1, *NO_DRAFT[:3]
+_EMPTY["batch_slots"], _EMPTY["max_nodes"], _EMPTY["max_depths"], _EMPTY["max_branches"] = -1, *NO_DRAFT[:3]
 
 
 class OverlapRequests:
@@ -111,7 +111,7 @@ class OverlapRequests:
         if sent >= length:
             return False
         blocks = sequence.block_ids[sent // self._block_size : (length - 1) // self._block_size + 1]
-        key = sequence.slot, sequence.generation
+        key = sequence.batch_slot, sequence.generation
         has_hidden = bool(attachment.needs.captured_layers) and 0 < num_hidden <= length - sent
         self._prompts.append(
             DraftRow(
@@ -190,7 +190,7 @@ class OverlapRequests:
                 length = self._lengths.get(sequence, length)
             self._num_blocks[index] = -(-length // self._block_size)
             shape = self._drafting.shape_of(sequence)
-            row = DraftRow(sequence, sequence.slot, sequence.generation, length, [], [], [], (), shape, False)
+            row = DraftRow(sequence, sequence.batch_slot, sequence.generation, length, [], [], [], (), shape, False)
             self._records[index] = record_of(row)
 
     def _request(self) -> DraftRequest:
@@ -254,7 +254,7 @@ class OverlapRequests:
             self.post(number, batch_rows, prompt_start, is_last=True)
         for row in reversed(self._prompts):
             # No step was launched that a request could have announced.
-            self._attachment.sent.mark(row.slot, row.generation, row.length - len(row.new_tokens))
+            self._attachment.sent.mark(row.batch_slot, row.generation, row.length - len(row.new_tokens))
         self._attachment.device_step_number = number
 
     def count_tokens(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -265,7 +265,7 @@ class OverlapRequests:
         if self._attachment is None or not self._drafting.is_for(sequence):
             return False
         self._lengths[sequence] = length = len(sequence.tokens)
-        self._attachment.sent.mark(sequence.slot, sequence.generation, length + num_tokens)
+        self._attachment.sent.mark(sequence.batch_slot, sequence.generation, length + num_tokens)
         return True
 
     def drop(self, sequence: Sequence) -> None:

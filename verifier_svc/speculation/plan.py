@@ -35,4 +35,4 @@ class DraftPlan(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int]:
-        return self.sequence.slot, self.sequence.generation
+        return self.sequence.batch_slot, self.sequence.generation

@@ -20,7 +20,7 @@ from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.drafters.source import DraftSource
 from verifier_svc.scheduling.draft import Draft, merge
-from verifier_svc.scheduling.sequence import NO_SLOT, Sequence
+from verifier_svc.scheduling.sequence import NO_BATCH_SLOT, Sequence
 from verifier_svc.speculation.batch_limit import BatchLimit
 from verifier_svc.speculation.capture import Capture
 from verifier_svc.speculation.controllers import DrafterControllers
@@ -145,7 +145,7 @@ class Speculator:
         """
         self.rows.forget(sequence)
         self._routing.forget(sequence)
-        if sequence.slot == NO_SLOT:
+        if sequence.batch_slot == NO_BATCH_SLOT:
             return
         for drafter in self.drafters:
             if drafter.attachment is not None:

@@ -15,7 +15,7 @@ _BLOCK = 128
 def _join_batch(batch, joining, num_batch_rows, BLOCK: tl.constexpr):
     batch_row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     joins = tl.load(joining.joins + batch_row, mask=batch_row < num_batch_rows, other=0) > 0
-    tl.store(batch.slots + batch_row, tl.load(joining.slots + batch_row, mask=joins), mask=joins)
+    tl.store(batch.batch_slots + batch_row, tl.load(joining.batch_slots + batch_row, mask=joins), mask=joins)
     tl.store(batch.lengths + batch_row, tl.load(joining.lengths + batch_row, mask=joins), mask=joins)
     tl.store(batch.num_left + batch_row, tl.load(joining.num_left + batch_row, mask=joins), mask=joins)
     tl.store(batch.num_outputs + batch_row, tl.load(joining.num_outputs + batch_row, mask=joins), mask=joins)

@@ -190,12 +190,12 @@ def row_cut(at, workspace, TOKENS: tl.constexpr):
     cut_id = tl.full([], NO_TOKEN, tl.int32)
     # A row with +inf has no token, whatever is cut.
     if (largest > float("-inf")) & (largest < float("inf")):
-        top_k = tl.load(at.state.top_k + at.slot)
+        top_k = tl.load(at.state.top_k + at.batch_slot)
         top_k = tl.where((top_k > 0) & (top_k < at.sizes.vocab_limit), top_k, 0)
-        top_p = tl.load(at.state.top_p + at.slot)
+        top_p = tl.load(at.state.top_p + at.batch_slot)
         if (top_k > 0) | (top_p < 1.0):
             cut, cut_id = _top_cut(largest, top_k, top_p, at, workspace, TOKENS)
-        min_p = tl.load(at.state.min_p + at.slot)
+        min_p = tl.load(at.state.min_p + at.batch_slot)
         if min_p > 0.0:
             low = _order_of(cut)
             high = _order_of(largest)

@@ -17,7 +17,7 @@ class SampleSizes(NamedTuple):
     The numbers of rows and sequences are not among them.
     """
 
-    max_slots: int
+    max_batch_slots: int
     vocab_size: int
     vocab_limit: int
     max_bias: int
@@ -29,7 +29,7 @@ class SampleSizes(NamedTuple):
 def sample_sizes(batch: SampleBatch, state: SamplerState) -> SampleSizes:
     """Return the sizes of a batch and a state."""
     return SampleSizes(
-        max_slots=state.counts.shape[0],
+        max_batch_slots=state.counts.shape[0],
         vocab_size=state.counts.shape[1],
         vocab_limit=min(batch.vocab_limit, state.counts.shape[1]),
         max_bias=state.bias_ids.shape[1],
@@ -40,9 +40,9 @@ def sample_sizes(batch: SampleBatch, state: SamplerState) -> SampleSizes:
 
 
 @triton.jit
-def slot_of(batch, sizes, seq):
+def batch_slot_of(batch, sizes, seq):
     """Return the sequence's batch slot, int64."""
-    return tl.minimum(tl.maximum(tl.load(batch.slots + seq), 0), sizes.max_slots - 1).to(tl.int64)
+    return tl.minimum(tl.maximum(tl.load(batch.batch_slots + seq), 0), sizes.max_batch_slots - 1).to(tl.int64)
 
 
 @triton.jit
@@ -55,10 +55,14 @@ def parent_of(batch, start, node):
 
 
 @triton.jit
-def is_penalized(state, slot):
+def is_penalized(state, batch_slot):
     """Return whether the batch slot's penalties change anything."""
-    repetition = tl.load(state.repetition + slot)
-    return (repetition != 1.0) | (tl.load(state.frequency + slot) != 0.0) | (tl.load(state.presence + slot) != 0.0)
+    repetition = tl.load(state.repetition + batch_slot)
+    return (
+        (repetition != 1.0)
+        | (tl.load(state.frequency + batch_slot) != 0.0)
+        | (tl.load(state.presence + batch_slot) != 0.0)
+    )
 
 
 @triton.jit
@@ -82,7 +86,7 @@ class LogitsRow(NamedTuple):
     sizes: Any
     row: Any
     start: Any
-    slot: Any
+    batch_slot: Any
     masks_stops: Any
 
 
@@ -96,44 +100,44 @@ def row_logits(first_id, at, TOKENS: tl.constexpr):
     """
     raw = raw_logits(first_id, at.batch, at.sizes, at.row, at.sizes.vocab_limit, TOKENS)
     return processed_logits(
-        raw, first_id, at.batch, at.state, at.sizes, at.start, at.row - at.start, at.slot, at.masks_stops, TOKENS
+        raw, first_id, at.batch, at.state, at.sizes, at.start, at.row - at.start, at.batch_slot, at.masks_stops, TOKENS
     )
 
 
 @triton.jit
-def processed_logits(raw, first_id, batch, state, sizes, start, node, slot, masks_stops, TOKENS: tl.constexpr):
+def processed_logits(raw, first_id, batch, state, sizes, start, node, batch_slot, masks_stops, TOKENS: tl.constexpr):
     """Process raw logits of a node, in the tree with root row ``start``, as row_logits does."""
     ids = first_id + tl.arange(0, TOKENS)
     inside = ids < sizes.vocab_limit
     values = raw.to(tl.float32)
     values = tl.where(values == values, values, float("-inf"))
 
-    num_bias = tl.minimum(tl.load(state.num_bias + slot), sizes.max_bias)
+    num_bias = tl.minimum(tl.load(state.num_bias + batch_slot), sizes.max_bias)
     for index in range(num_bias):
-        biased = tl.load(state.bias_ids + slot * sizes.max_bias + index)
+        biased = tl.load(state.bias_ids + batch_slot * sizes.max_bias + index)
         if (biased >= first_id) & (biased < first_id + TOKENS):
-            bias = tl.load(state.bias_values + slot * sizes.max_bias + index)
+            bias = tl.load(state.bias_values + batch_slot * sizes.max_bias + index)
             values = tl.where(ids == biased, values + bias, values)
 
-    if is_penalized(state, slot):
-        counts = tl.load(state.counts + slot * sizes.vocab_size + ids, mask=inside, other=0)
-        seen = tl.load(state.seen + slot * sizes.vocab_size + ids, mask=inside, other=0).to(tl.int32)
+    if is_penalized(state, batch_slot):
+        counts = tl.load(state.counts + batch_slot * sizes.vocab_size + ids, mask=inside, other=0)
+        seen = tl.load(state.seen + batch_slot * sizes.vocab_size + ids, mask=inside, other=0).to(tl.int32)
         # The node's own token is on its path; the root's token is already in prompt or output.
         ancestor = node
         while ancestor > 0:
             counts += (ids == tl.load(batch.tokens + start + ancestor)).to(tl.int32)
             ancestor = parent_of(batch, start, ancestor)
-        repetition = tl.load(state.repetition + slot)
+        repetition = tl.load(state.repetition + batch_slot)
         repeated = tl.where(values > 0.0, tl.div_rn(values, repetition), values * repetition)
         values = tl.where((seen != 0) | (counts > 0), repeated, values)
-        frequency = tl.load(state.frequency + slot)
-        penalized = (values - frequency * counts.to(tl.float32)) - tl.load(state.presence + slot)
+        frequency = tl.load(state.frequency + batch_slot)
+        penalized = (values - frequency * counts.to(tl.float32)) - tl.load(state.presence + batch_slot)
         values = tl.where(counts > 0, penalized, values)
 
     if masks_stops:
-        num_stops = tl.minimum(tl.load(state.num_stops + slot), sizes.max_stops)
+        num_stops = tl.minimum(tl.load(state.num_stops + batch_slot), sizes.max_stops)
         for index in range(num_stops):
-            stop = tl.load(state.stop_ids + slot * sizes.max_stops + index)
+            stop = tl.load(state.stop_ids + batch_slot * sizes.max_stops + index)
             values = tl.where(ids == stop, float("-inf"), values)
 
     if batch.mask_rows is not None:
@@ -143,7 +147,7 @@ def processed_logits(raw, first_id, batch, state, sizes, start, node, slot, mask
             word = tl.load(words + ids // 32, mask=inside, other=0)
             values = tl.where((word >> (ids % 32)) & 1 != 0, values, float("-inf"))
 
-    temperature = tl.load(state.temperature + slot)
+    temperature = tl.load(state.temperature + batch_slot)
     if temperature > 0.0:
         values = tl.div_rn(values, temperature)
     # Even if a bias or penalty was garbage: a NaN cannot be sampled.

@@ -18,7 +18,14 @@ import triton.language as tl
 
 from foretoken_kernels.gpu.noise import ESTIMATE_ERROR, gumbel_estimate, gumbel_from_words, token_words
 from foretoken_kernels.gpu.row_cut import NO_TOKEN, row_cut
-from foretoken_kernels.gpu.row_logits import LogitsRow, parent_of, processed_logits, raw_logits, sample_sizes, slot_of
+from foretoken_kernels.gpu.row_logits import (
+    LogitsRow,
+    batch_slot_of,
+    parent_of,
+    processed_logits,
+    raw_logits,
+    sample_sizes,
+)
 from foretoken_kernels.sampler_state import NO_SAMPLE, NOT_ALLOWED, SampleBatch, SamplerState
 
 CHUNK_TOKENS = 2048
@@ -84,7 +91,7 @@ def _cut_kernel(batch, state, workspace, sizes, num_seqs, TOKENS: tl.constexpr):
     seq = tl.load(batch.row_seqs + row)
     if (seq < 0) | (seq >= num_seqs):
         return
-    slot = slot_of(batch, sizes, seq)
+    batch_slot = batch_slot_of(batch, sizes, seq)
     start = tl.minimum(tl.maximum(tl.load(batch.row_starts + seq), 0), row)
     depth = start * 0
     node = row - start
@@ -93,12 +100,12 @@ def _cut_kernel(batch, state, workspace, sizes, num_seqs, TOKENS: tl.constexpr):
         node = parent_of(batch, start, node)
     cut = tl.full([], float("-inf"), tl.float32)
     cut_id = tl.full([], NO_TOKEN, tl.int32)
-    top_k = tl.load(state.top_k + slot)
-    is_cut = ((top_k > 0) & (top_k < sizes.vocab_limit)) | (tl.load(state.top_p + slot) < 1.0)
-    is_cut = is_cut | (tl.load(state.min_p + slot) > 0.0)
-    if is_cut & (tl.load(state.temperature + slot) > 0.0):
-        masks_stops = tl.load(batch.num_outputs + seq) + depth < tl.load(state.min_tokens + slot)
-        at = LogitsRow(batch, state, sizes, row, start, slot, masks_stops)
+    top_k = tl.load(state.top_k + batch_slot)
+    is_cut = ((top_k > 0) & (top_k < sizes.vocab_limit)) | (tl.load(state.top_p + batch_slot) < 1.0)
+    is_cut = is_cut | (tl.load(state.min_p + batch_slot) > 0.0)
+    if is_cut & (tl.load(state.temperature + batch_slot) > 0.0):
+        masks_stops = tl.load(batch.num_outputs + seq) + depth < tl.load(state.min_tokens + batch_slot)
+        at = LogitsRow(batch, state, sizes, row, start, batch_slot, masks_stops)
         cut, cut_id = row_cut(at, workspace, TOKENS)
     tl.store(workspace.depths + row, depth)
     tl.store(workspace.cut_values + row, cut)
@@ -106,14 +113,14 @@ def _cut_kernel(batch, state, workspace, sizes, num_seqs, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _noised_best(values, ids, first_id, position, state, slot, TOKENS: tl.constexpr):
+def _noised_best(values, ids, first_id, position, state, batch_slot, TOKENS: tl.constexpr):
     """Return the largest value with noise and its lowest id; at least one value must be above -inf.
 
     An estimate of the noise shows which tokens can win at all: nearly always one or two.
     """
-    key_low = tl.load(state.seed_low + slot)
-    key_high = tl.load(state.seed_high + slot)
-    words = token_words(first_id // 4, position, tl.load(state.choice + slot), key_low, key_high, TOKENS)
+    key_low = tl.load(state.seed_low + batch_slot)
+    key_high = tl.load(state.seed_high + batch_slot)
+    words = token_words(first_id // 4, position, tl.load(state.choice + batch_slot), key_low, key_high, TOKENS)
     estimates = values + gumbel_estimate(words)
     top = tl.max(estimates, axis=0)
     # Twice the error of one sum: the estimate's, and two roundings of a sum of this size.
@@ -153,20 +160,22 @@ def _chunk_kernel(batch, state, workspace, sizes, num_seqs, num_chunks, chunks_e
     seq = tl.load(batch.row_seqs + row)
     if (seq < 0) | (seq >= num_seqs):
         return
-    slot = slot_of(batch, sizes, seq)
+    batch_slot = batch_slot_of(batch, sizes, seq)
     start = tl.minimum(tl.maximum(tl.load(batch.row_starts + seq), 0), row)
     depth = tl.load(workspace.depths + row)
-    masks_stops = tl.load(batch.num_outputs + seq) + depth < tl.load(state.min_tokens + slot)
+    masks_stops = tl.load(batch.num_outputs + seq) + depth < tl.load(state.min_tokens + batch_slot)
     cut = tl.load(workspace.cut_values + row)
     cut_id = tl.load(workspace.cut_ids + row)
-    is_noised = tl.load(state.temperature + slot) > 0.0
+    is_noised = tl.load(state.temperature + batch_slot) > 0.0
     position = tl.load(batch.positions + seq) + depth
     best = tl.full([], float("-inf"), tl.float32)
     best_id = tl.full([], NO_TOKEN, tl.int32)
     for chunk in range(first, end):
         first_id = chunk * TOKENS
         following = raw_logits(first_id + TOKENS, batch, sizes, row, limit, TOKENS)
-        values = processed_logits(raw, first_id, batch, state, sizes, start, row - start, slot, masks_stops, TOKENS)
+        values = processed_logits(
+            raw, first_id, batch, state, sizes, start, row - start, batch_slot, masks_stops, TOKENS
+        )
         ids = first_id + tl.arange(0, TOKENS)
         is_sound = (raw.to(tl.float32) < float("inf")) & (values < float("inf"))
         values = tl.where((values > cut) | ((values == cut) & (ids <= cut_id)), values, float("-inf"))
@@ -174,7 +183,7 @@ def _chunk_kernel(batch, state, workspace, sizes, num_seqs, num_chunks, chunks_e
         chunk_best = tl.max(values, axis=0)
         chunk_id = tl.min(tl.where(values == chunk_best, ids, NO_TOKEN), axis=0)
         if is_noised & (chunk_best > float("-inf")) & (chunk_best < float("inf")):
-            chunk_best, chunk_id = _noised_best(values, ids, first_id, position, state, slot, TOKENS)
+            chunk_best, chunk_id = _noised_best(values, ids, first_id, position, state, batch_slot, TOKENS)
         is_better = (chunk_best > best) | ((chunk_best == best) & (chunk_id < best_id))
         best = tl.where(is_better, chunk_best, best)
         best_id = tl.where(is_better, chunk_id, best_id)
@@ -237,7 +246,7 @@ def sample_rows(batch: SampleBatch, state: SamplerState, workspace: SampleWorksp
     assert batch.logits.stride(1) == 1 and vocab_size == state.counts.shape[1]
     assert num_chunks * chunk_tokens >= vocab_size and len(workspace.depths) >= num_rows
     sizes = sample_sizes(batch, state)
-    num_seqs = batch.slots.shape[0]
+    num_seqs = batch.batch_slots.shape[0]
     _cut_kernel[(num_rows,)](
         batch, state, workspace, sizes, num_seqs, TOKENS=2 * chunk_tokens, num_warps=16, enable_fp_fusion=False
     )

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foretoken_kernels.gpu.row_logits import is_penalized, sample_sizes, slot_of
+from foretoken_kernels.gpu.row_logits import batch_slot_of, is_penalized, sample_sizes
 from foretoken_kernels.sampler_state import (
     CLOSED,
     FINISH_BROKEN,
@@ -47,15 +47,17 @@ def _walk_kernel(
     NODES: tl.constexpr,
 ):
     seq = tl.program_id(0)
-    slot = slot_of(batch, sizes, seq)
+    batch_slot = batch_slot_of(batch, sizes, seq)
     start = tl.minimum(tl.maximum(tl.load(batch.row_starts + seq), 0), num_rows)
     end = tl.minimum(tl.maximum(tl.load(batch.row_starts + seq + 1), start), num_rows)
     num_nodes = end - start
     max_new = tl.load(batch.max_new + seq)
-    num_stops = tl.minimum(tl.load(state.num_stops + slot), sizes.max_stops)
+    num_stops = tl.minimum(tl.load(state.num_stops + batch_slot), sizes.max_stops)
     stop_indices = tl.arange(0, STOPS)
-    stops = tl.load(state.stop_ids + slot * sizes.max_stops + stop_indices, mask=stop_indices < num_stops, other=-1)
-    counts_tokens = is_penalized(state, slot)
+    stops = tl.load(
+        state.stop_ids + batch_slot * sizes.max_stops + stop_indices, mask=stop_indices < num_stops, other=-1
+    )
+    counts_tokens = is_penalized(state, batch_slot)
     out = seq.to(tl.int64) * max_tokens
 
     # A child's index is larger than its parent's, so ``node`` grows and the walk ends; num_nodes
@@ -98,8 +100,8 @@ def _walk_kernel(
                 if UPDATE_STATE and counts_tokens & (token >= 0) & (token < sizes.vocab_size):
                     # Atomic, so that the addition happens once and not in every thread, since all
                     # hold the scalar.
-                    tl.atomic_add(state.counts + slot * sizes.vocab_size + token, 1)
-                    tl.store(state.seen + slot * sizes.vocab_size + token, 1)
+                    tl.atomic_add(state.counts + batch_slot * sizes.vocab_size + token, 1)
+                    tl.store(state.seen + batch_slot * sizes.vocab_size + token, 1)
             walked += 1
             node = tl.where(stopped == 0, child, num_nodes)
 
@@ -124,7 +126,7 @@ def walk(
         update_state: whether to add the emitted tokens to ``counts`` and ``seen`` of batch slots
             with penalties.
     """
-    num_seqs = batch.slots.shape[0]
+    num_seqs = batch.batch_slots.shape[0]
     if num_seqs == 0:
         return
     sizes = sample_sizes(batch, state)

@@ -39,7 +39,7 @@ def go_on(play: Play, index: int) -> Tree:
 
 
 def start(
-    play: Play, texts: Sequence[Text], slots: Sequence[int] | None = None, only: int | None = None
+    play: Play, texts: Sequence[Text], batch_slots: Sequence[int] | None = None, only: int | None = None
 ) -> list[list[Tree]]:
     """Return the trees to expect of each text, or of ``only`` one; the texts are then new to the
     drafter."""
@@ -48,7 +48,7 @@ def start(
         if only is None or only == index:
             options = {"seed": 7 + index, "choice": index} | text.options
             trees.append(expected(play, replace(text, options=options)))
-    play.begin(texts, 2, slots)
+    play.begin(texts, 2, batch_slots)
     return trees
 
 
@@ -74,7 +74,7 @@ def test_a_text_joins_in_a_run(kind: str, plays: Callable[[str], Play]) -> None:
 def test_batch_rows_are_left_and_taken(play: Play) -> None:
     """A text ends, and its batch row and batch slot go to another, whose prompt comes in two chunks."""
     texts = [Text(5, (1, 2), 21, left=(9, 0)), Text(7, (1, 2, 1, 3, 1), 22), Text(13, (1, 2, 3), 23)]
-    of_ended, of_other, of_heir = start(play, texts, slots=[0, 1, 0])
+    of_ended, of_other, of_heir = start(play, texts, batch_slots=[0, 1, 0])
     assert_same(play.loop([0, 1], prompts=[(0, 0, 5), (1, 0, 7)]), [of_ended[0], of_other[0]])
     # Nothing follows the text that ends, so its tree is only a root.
     assert_same(play.loop([0, 1], begins=False)[1:], of_other[1:2])

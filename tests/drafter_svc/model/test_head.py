@@ -133,11 +133,11 @@ def test_a_prefix_and_a_window(case: Case) -> None:
     drafter.attach(info(case.target), None)
     text = tokens(20)
     case.check(drafter, Row(text[:11], 11, [5, 2, 9], width=case.width))
-    second = Row([*text[:8], *tokens(4, 1)], 12, [5, 2, 4], slot=1, hidden=4, width=case.width)
+    second = Row([*text[:8], *tokens(4, 1)], 12, [5, 2, 4], batch_slot=1, hidden=4, width=case.width)
     case.check(drafter, second)
     drafter.release([1])
     if case.num_depths == 1:
-        case.check(drafter, Row([*second.tokens, 3, 4], 2, [5, 2, 4, 6], slot=1, width=case.width), 12)
+        case.check(drafter, Row([*second.tokens, 3, 4], 2, [5, 2, 4, 6], batch_slot=1, width=case.width), 12)
 
 
 def test_the_targets_weights_may_be_given(case: Case) -> None:

@@ -101,9 +101,9 @@ def test_what_the_target_itself_drafts_is_always_accepted(folder: Path, params: 
                 [*prompt, *text[:count]],
                 sent,
                 table,
-                slot=slot,
-                choice=slot,
-                max_nodes=4 + slot,
+                batch_slot=batch_slot,
+                choice=batch_slot,
+                max_nodes=4 + batch_slot,
                 max_depth=4,
                 max_branches=1,
                 temperature=params.temperature,
@@ -112,19 +112,19 @@ def test_what_the_target_itself_drafts_is_always_accepted(folder: Path, params: 
                 min_p=params.min_p,
                 seed=params.seed,
             )
-            for slot, (prompt, text, table, count, sent) in enumerate(
+            for batch_slot, (prompt, text, table, count, sent) in enumerate(
                 zip(prompts, texts, tables, done, new, strict=True)
             )
         ]
         batch = drafter.draft(request_of(rows, with_hidden=False, step_id=step + 1))
-        for slot, text in enumerate(texts):
-            tree = batch.tree(slot)
+        for batch_slot, text in enumerate(texts):
+            tree = batch.tree(batch_slot)
             assert tree.parents.tolist() == list(range(-1, tree.num_nodes - 1))
-            assert tree.tokens[1:].tolist() == text[done[slot] : done[slot] + 3 + slot]
-            accepted += 3 + slot
+            assert tree.tokens[1:].tolist() == text[done[batch_slot] : done[batch_slot] + 3 + batch_slot]
+            accepted += 3 + batch_slot
             # The bonus token too, except in a step in which the verifier drops the draft.
-            new[slot] = 1 if step == 2 else tree.num_nodes
-            done[slot] += new[slot]
+            new[batch_slot] = 1 if step == 2 else tree.num_nodes
+            done[batch_slot] += new[batch_slot]
     assert accepted == 5 * 7
 
 
@@ -203,7 +203,7 @@ def test_released_and_attached_again(folder: Path) -> None:
     row = Row([1, 2, 3, 4, 5], 5, [3, 8])
     first = drafter.draft(request_of([row], with_hidden=False))
     drafter.release([0, 1])
-    drafter.attach(info(folder, max_slots=2), None)
+    drafter.attach(info(folder, max_batch_slots=2), None)
     again = drafter.draft(request_of([row], with_hidden=False))
     np.testing.assert_array_equal(first.tokens, again.tokens)
     assert drafter.gauges()["draft_extend_tokens"] == 5

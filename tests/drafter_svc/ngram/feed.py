@@ -12,7 +12,7 @@ from drafter_svc.ngram.settings import NgramSettings
 from foretoken.drafting import RAGGED_COLUMNS, ROW_COLUMNS, DraftBatch, DraftRequest, TargetInfo
 
 VOCAB_SIZE = 100
-TARGET = TargetInfo(checkpoint_hash="m", vocab_size=VOCAB_SIZE, max_model_len=200, max_slots=4, max_nodes=32)
+TARGET = TargetInfo(checkpoint_hash="m", vocab_size=VOCAB_SIZE, max_model_len=200, max_batch_slots=4, max_nodes=32)
 Tree = tuple[list[int], list[int]]
 ROOT = [-1]
 UNLIMITED = 1 << 20
@@ -27,14 +27,14 @@ def make_drafter(**changes: Any) -> NgramDrafter:
 def ngram_request(
     new_tokens: Sequence[Sequence[int]], predictions: Sequence[Sequence[int]] | None = None, **columns: Sequence[int]
 ) -> DraftRequest:
-    """Return a request with one row for each list of new tokens, in slots 0, 1, ...
+    """Return a request with one row for each list of new tokens, in batch slots 0, 1, ...
 
     By default depth and branches have no limit.
     """
     rows = len(new_tokens)
     lengths = [max(len(tokens), 1) for tokens in new_tokens]
     values: dict[str, Any] = {
-        "slots": range(rows),
+        "batch_slots": range(rows),
         "generations": [1] * rows,
         "lengths": lengths,
         "prompt_lengths": columns.get("lengths", lengths),
@@ -71,7 +71,7 @@ class Feed:
 
     def batch(
         self,
-        slot: int,
+        batch_slot: int,
         tokens: list[int],
         *,
         generation: int = 1,
@@ -81,17 +81,23 @@ class Feed:
         prediction: Sequence[int] = (),
         **columns: int,
     ) -> DraftBatch:
-        length = self.lengths.get((slot, generation), 0) + missed + len(tokens)
-        self.lengths[slot, generation] = length
-        given = {"slots": slot, "generations": generation, "lengths": length, "max_nodes": max_nodes, "salts": salt}
+        length = self.lengths.get((batch_slot, generation), 0) + missed + len(tokens)
+        self.lengths[batch_slot, generation] = length
+        given = {
+            "batch_slots": batch_slot,
+            "generations": generation,
+            "lengths": length,
+            "max_nodes": max_nodes,
+            "salts": salt,
+        }
         request = ngram_request([tokens], [prediction], **{k: [v] for k, v in (given | columns).items()})
         return self.drafter.draft(request)
 
-    def __call__(self, slot: int, tokens: list[int], **more: Any) -> Tree:
-        return trees_of(self.batch(slot, tokens, **more))[0]
+    def __call__(self, batch_slot: int, tokens: list[int], **more: Any) -> Tree:
+        return trees_of(self.batch(batch_slot, tokens, **more))[0]
 
     def history(self, *sequences: list[int], salt: int = 7) -> None:
-        """Send finished sequences, one after another, in slot 3."""
+        """Send finished sequences, one after another, in batch slot 3."""
         for tokens in sequences:
-            generation = 1 + max((g for slot, g in self.lengths if slot == 3), default=0)
+            generation = 1 + max((g for batch_slot, g in self.lengths if batch_slot == 3), default=0)
             self(3, tokens, generation=generation, salt=salt, max_nodes=1)

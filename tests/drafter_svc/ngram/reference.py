@@ -91,7 +91,7 @@ class ReferenceNgram:
 
     def learn(
         self,
-        slot: int,
+        batch_slot: int,
         generation: int,
         salt: int,
         length: int,
@@ -99,12 +99,12 @@ class ReferenceNgram:
         prompt_length: int,
         prediction: list[int],
     ) -> None:
-        sequence = self.sequences.get(slot)
+        sequence = self.sequences.get(batch_slot)
         if sequence is None or (sequence.generation, sequence.salt) != (generation, salt):
-            sequence = self.sequences[slot] = Sequence(generation, salt)
+            sequence = self.sequences[batch_slot] = Sequence(generation, salt)
         before = length - len(new_tokens)
         if before < sequence.seen:
-            sequence = self.sequences[slot] = Sequence(generation, salt)
+            sequence = self.sequences[batch_slot] = Sequence(generation, salt)
         if before != sequence.seen or not sequence.own:
             sequence.own, sequence.run = [*sequence.own, None], []
         if (missed := before - max(sequence.seen, prompt_length)) > 0:
@@ -179,10 +179,10 @@ class ReferenceNgram:
         return offers
 
     def draft(  # noqa: C901 - the definition, in one piece
-        self, slot: int, max_nodes: int, max_depth: int, max_branch: int
+        self, batch_slot: int, max_nodes: int, max_depth: int, max_branch: int
     ) -> tuple[list[int], list[int], list[float]]:
         """Return (tokens, parents, weights)."""
-        sequence = self.sequences[slot]
+        sequence = self.sequences[batch_slot]
         if max_nodes > 1:
             sequence.align()
         salt, own, run = sequence.salt, sequence.own, sequence.run

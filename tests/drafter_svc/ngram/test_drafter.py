@@ -126,10 +126,10 @@ def test_no_new_tokens_draft_the_same_again() -> None:
     assert feed(0, []) == tree != ([2], ROOT)
 
 
-def test_empty_batch_and_unknown_slot() -> None:
+def test_empty_batch_and_unknown_batch_slot() -> None:
     drafter = make_drafter()
     assert drafter.draft(ngram_request([])).node_starts.tolist() == [0]
-    batch = drafter.draft(ngram_request([[], [1, 2, 1], [3]], slots=[0, 99, -5], lengths=[5, 3, 1]))
+    batch = drafter.draft(ngram_request([[], [1, 2, 1], [3]], batch_slots=[0, 99, -5], lengths=[5, 3, 1]))
     assert batch.node_starts.tolist() == [0, 1, 2, 3]
     assert drafter.gauges()["ngram_nodes"] == 0
 
@@ -152,7 +152,7 @@ def test_a_salt_sees_nothing_of_another() -> None:
     assert feed(1, [1, 2], salt=5) == ([2], ROOT)
 
 
-def test_a_slot_that_changes_its_salt_forgets() -> None:
+def test_a_batch_slot_that_changes_its_salt_forgets() -> None:
     feed = Feed(make_drafter())
     feed(0, [1, 2, 3, 4], salt=7)
     assert feed(0, [1, 2], salt=8) == ([2], ROOT)
@@ -172,7 +172,7 @@ def test_release_forgets_the_own_text() -> None:
     feed = Feed(make_drafter())
     feed(0, [1, 2, 3, 4])
     feed.drafter.release([0, 99, -1])
-    # A release of another slot's text would show here too: 4 -> 1 is not learnt.
+    # A release of another batch slot's text would show here too: 4 -> 1 is not learnt.
     feed(0, [1])
     assert feed(1, [3, 4]) == ([4], ROOT)
 
@@ -213,7 +213,7 @@ def test_attach_keeps_the_history_of_the_same_target_only() -> None:
     assert Feed(drafter)(0, [1, 2]) == ([2], ROOT)
 
 
-def test_attach_refuses_a_target_without_slots() -> None:
+def test_attach_refuses_a_target_without_batch_slots() -> None:
     with pytest.raises(PreconditionError):
         make_drafter().attach(TargetInfo("m", VOCAB_SIZE, 200, 0, 32), None)
 
@@ -280,8 +280,8 @@ def random_rows(seed: int, count: int) -> Iterator[dict[str, Any]]:
     alphabet = int(random.integers(2, 8))
     state = dict.fromkeys(range(3), (0, 1, 0, 0))
     for _ in range(count):
-        slot = int(random.integers(3))
-        generation, salt, length, prompt_length = state[slot]
+        batch_slot = int(random.integers(3))
+        generation, salt, length, prompt_length = state[batch_slot]
         if random.random() < 0.15 or not generation:
             generation, salt, length, prompt_length = (
                 generation + 1,
@@ -295,9 +295,9 @@ def random_rows(seed: int, count: int) -> Iterator[dict[str, Any]]:
         if tokens and random.random() < 0.05:
             tokens[int(random.integers(len(tokens)))] = int(random.choice([-1, 8]))
         length += len(tokens) + int(random.random() < 0.05)
-        state[slot] = generation, salt, length, prompt_length
+        state[batch_slot] = generation, salt, length, prompt_length
         yield {
-            "slot": slot,
+            "batch_slot": batch_slot,
             "generation": generation,
             "salt": salt,
             "length": length,
@@ -318,7 +318,7 @@ def test_trees_equal_those_of_the_reference(config: NgramSettings, seed: int, co
     drafter.attach(TargetInfo("m", vocab_size, 600, 3, 32), None)
     for row in random_rows(seed, count):
         shape = {name: row.pop(name) for name in ("max_nodes", "max_depth", "max_branch")}
-        columns = {"slots": [row["slot"]], "generations": [row["generation"]], "salts": [row["salt"]]}
+        columns = {"batch_slots": [row["batch_slot"]], "generations": [row["generation"]], "salts": [row["salt"]]}
         columns |= {"lengths": [row["length"]], "prompt_lengths": [row["prompt_length"]]}
         columns |= {
             "max_nodes": [shape["max_nodes"]],
@@ -327,10 +327,10 @@ def test_trees_equal_those_of_the_reference(config: NgramSettings, seed: int, co
         }
         batch = drafter.draft(ngram_request([row["new_tokens"]], [row["prediction"]], **columns))
         reference.learn(**row)
-        tokens, parents, weights = reference.draft(row["slot"], **shape)
+        tokens, parents, weights = reference.draft(row["batch_slot"], **shape)
         assert trees_of(batch) == [(tokens, parents)]
         np.testing.assert_allclose(batch.scores, np.log(weights), atol=1e-5)
-        last = reference.sequences[row["slot"]].last
+        last = reference.sequences[row["batch_slot"]].last
         if 0 <= last < vocab_size:
             assert batch.tree(0).is_valid(last, vocab_size, shape["max_nodes"])
             assert depths(batch.parents).max() <= shape["max_depth"]

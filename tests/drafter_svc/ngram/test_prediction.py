@@ -10,18 +10,18 @@ PROMPT = [90, 91]
 PREDICTION = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
 
 
-def start(prediction: list[int] = PREDICTION, *, output: list[int] | None = None, slot: int = 0) -> Feed:
-    """Return a feed with a sequence in ``slot``: its prompt, prediction and perhaps output."""
+def start(prediction: list[int] = PREDICTION, *, output: list[int] | None = None, batch_slot: int = 0) -> Feed:
+    """Return a feed with a sequence in ``batch_slot``: prompt, prediction and perhaps output."""
     feed = Feed(make_drafter())
-    feed(slot, PROMPT, prompt_lengths=2, prediction=prediction, max_nodes=1)
+    feed(batch_slot, PROMPT, prompt_lengths=2, prediction=prediction, max_nodes=1)
     if output:
-        feed(slot, output, prompt_lengths=2, max_nodes=1)
+        feed(batch_slot, output, prompt_lengths=2, max_nodes=1)
     return feed
 
 
-def drafted(feed: Feed, tokens: list[int], *, slot: int = 0, max_nodes: int = 5) -> list[int]:
+def drafted(feed: Feed, tokens: list[int], *, batch_slot: int = 0, max_nodes: int = 5) -> list[int]:
     """Return the chain drafted after the output's ``tokens``."""
-    tree, parents = feed(slot, tokens, prompt_lengths=2, max_nodes=max_nodes)
+    tree, parents = feed(batch_slot, tokens, prompt_lengths=2, max_nodes=max_nodes)
     assert parents == list(range(-1, len(tree) - 1))
     return tree[1:]
 
@@ -97,12 +97,12 @@ def test_a_prediction_is_learnt_by_others_once_it_is_output() -> None:
     assert feed(1, [10, 11], prompt_lengths=2)[0][:3] == [11, 12, 13]
 
 
-def test_the_next_sequence_of_a_slot_has_no_prediction() -> None:
+def test_the_next_sequence_of_a_batch_slot_has_no_prediction() -> None:
     feed = start()
     assert feed(0, [80, 81], generation=2, prompt_lengths=2) == ([81], ROOT)
 
 
-def test_a_released_slot_has_no_prediction() -> None:
+def test_a_released_batch_slot_has_no_prediction() -> None:
     feed = start()
     feed.drafter.release([0])
     assert feed(0, [], prompt_lengths=2)[1] == ROOT

@@ -30,7 +30,7 @@ from drafter_svc.ngram.trie import (
     new_trie,
 )
 
-NUM_SLOTS = 3
+NUM_BATCH_SLOTS = 3
 VOCAB_SIZE = 50
 # A salt and a window of its text.
 Key = tuple[int, tuple[int, ...]]
@@ -45,29 +45,29 @@ class Harness:
     first_stamp: int = 0
     lengths: dict[int, int] = field(default_factory=dict)
     texts: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
-    # Maps a path's stamp to (slot's text, place in it).
+    # Maps a path's stamp to (batch slot's text, place in it).
     paths: list[tuple[int, list[int], int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         depth = self.window + 1
         self.trie = new_trie(self.capacity)
         self.trie.counters[NEXT_STAMP] = self.trie.counters[OLDEST_STAMP] = self.first_stamp
-        self.sequences = new_sequences(NUM_SLOTS, 4096, depth)
+        self.sequences = new_sequences(NUM_BATCH_SLOTS, 4096, depth)
         self.scratch = new_scratch(16, 4, depth)
         self.options = np.array([VOCAB_SIZE, 1, self.window, 1, 4, 0], np.int64)
 
-    def feed(self, slot: int, generation: int, salt: int, tokens: list[int]) -> list[int]:
+    def feed(self, batch_slot: int, generation: int, salt: int, tokens: list[int]) -> list[int]:
         """Return the tokens of the tree drafted after ``tokens``."""
-        if self.texts.get(slot, (0, []))[0] != generation:
-            self.texts[slot], self.lengths[slot] = (generation, []), 0
-        text = self.texts[slot][1]
+        if self.texts.get(batch_slot, (0, []))[0] != generation:
+            self.texts[batch_slot], self.lengths[batch_slot] = (generation, []), 0
+        text = self.texts[batch_slot][1]
         for token in tokens:
             self.paths.append((salt, text, len(text)))
             text.append(token)
-        self.lengths[slot] += len(tokens)
-        length = self.lengths[slot]
+        self.lengths[batch_slot] += len(tokens)
+        length = self.lengths[batch_slot]
         none = np.zeros(2, np.int32), np.zeros(0, np.int32)
-        columns = np.array([[slot, generation, length, 16, salt, length, 99, 99]], np.int64)
+        columns = np.array([[batch_slot, generation, length, 16, salt, length, 99, 99]], np.int64)
         drafted = Drafted(
             np.zeros(2, np.int32), np.zeros(16, np.int32), np.zeros(16, np.int32), np.zeros(16, np.float32)
         )
@@ -140,7 +140,8 @@ class Harness:
     window=st.integers(1, 5),
     first_stamp=st.sampled_from([0, 2**31 - 30, 2**32 - 30]),
     steps=st.lists(
-        st.tuples(st.integers(0, NUM_SLOTS - 1), st.booleans(), st.lists(st.integers(0, 5), max_size=10)), max_size=30
+        st.tuples(st.integers(0, NUM_BATCH_SLOTS - 1), st.booleans(), st.lists(st.integers(0, 5), max_size=10)),
+        max_size=30,
     ),
 )
 @settings(max_examples=200)
@@ -148,11 +149,11 @@ def test_the_trie_holds_the_latest_paths_and_nothing_else(
     capacity: int, window: int, first_stamp: int, steps: list[tuple[int, bool, list[int]]]
 ) -> None:
     harness = Harness(capacity, window, first_stamp)
-    generations = dict.fromkeys(range(NUM_SLOTS), 1)
-    for slot, new_sequence, tokens in steps:
-        generations[slot] += new_sequence
-        salt = [3, 3, 3 + (1 << 32)][(slot + generations[slot]) % 3]
-        harness.feed(slot, generations[slot], salt, tokens)
+    generations = dict.fromkeys(range(NUM_BATCH_SLOTS), 1)
+    for batch_slot, new_sequence, tokens in steps:
+        generations[batch_slot] += new_sequence
+        salt = [3, 3, 3 + (1 << 32)][(batch_slot + generations[batch_slot]) % 3]
+        harness.feed(batch_slot, generations[batch_slot], salt, tokens)
         harness.check()
 
 
@@ -199,7 +200,7 @@ def test_nodes_that_went_to_another_salt_are_not_drafted_from() -> None:
     random = np.random.default_rng(0)
     for generation in range(1, 30):
         assert harness.feed(0, generation, 1, [1, 2, 3, 4]) == [4]
-        # Every node of slot 0's paths is freed and taken for others, with children.
+        # Every node of batch slot 0's paths is freed and taken for others, with children.
         for other in range(8):
             harness.feed(1, 8 * generation + other, 2, random.integers(10, VOCAB_SIZE, 10).tolist())
         assert harness.feed(0, generation, 1, []) == [4]

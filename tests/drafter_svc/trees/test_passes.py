@@ -98,10 +98,10 @@ def test_trees_of_a_growing_sequence(kind: dict[str, Any], shape: tuple[int, int
 def test_rows_of_one_request_differ_in_shape_and_temperature(kind: dict[str, Any]) -> None:
     drafting = Drafting(**kind)
     rows = [
-        Row(some_tokens(9, 1), 9, [0, 1, 2], slot=2, max_nodes=12, max_depth=4, max_branches=2),
-        Row(some_tokens(5, 2), 5, [3, 4], slot=0, max_nodes=1),
-        Row(some_tokens(3, 3), 3, [5], slot=1, temperature=0.8, seed=7, choice=3, max_nodes=16, max_branches=4),
-        Row(some_tokens(14, 4), 14, [6, 7, 8, 9], slot=3, max_nodes=4, max_depth=1),
+        Row(some_tokens(9, 1), 9, [0, 1, 2], batch_slot=2, max_nodes=12, max_depth=4, max_branches=2),
+        Row(some_tokens(5, 2), 5, [3, 4], batch_slot=0, max_nodes=1),
+        Row(some_tokens(3, 3), 3, [5], batch_slot=1, temperature=0.8, seed=7, choice=3, max_nodes=16, max_branches=4),
+        Row(some_tokens(14, 4), 14, [6, 7, 8, 9], batch_slot=3, max_nodes=4, max_depth=1),
     ]
     batch = drafting.draft(*rows)
     for index, row in enumerate(rows):
@@ -143,7 +143,7 @@ def test_a_long_prompt_takes_passes_of_bounded_size(kind: dict[str, Any], monkey
     monkeypatch.setattr(draft_passes, "PASS_ROWS", 16)
     drafting = Drafting(**kind)
     first = Row(some_tokens(37), 37, list(range(10)), max_depth=2)
-    second = Row(some_tokens(30, 1), 30, list(range(10, 18)), slot=1)
+    second = Row(some_tokens(30, 1), 30, list(range(10, 18)), batch_slot=1)
     batch = drafting.draft(first, second)
     start = int(drafting.hidden)
     drafting.expect_tree(batch, 0, first, start)
@@ -156,14 +156,14 @@ def test_entries_of_a_long_prompt_are_written_without_the_rest() -> None:
     """One pass takes all rows except each sequence's last; another takes the last rows."""
     drafting = Drafting()
     first = Row(some_tokens(37), 37, list(range(10)), max_depth=1)
-    second = Row(some_tokens(30, 1), 30, list(range(10, 18)), slot=1, max_nodes=1)
-    third = Row(some_tokens(9, 2), 9, [20, 21, 22], slot=2, max_depth=3)
+    second = Row(some_tokens(30, 1), 30, list(range(10, 18)), batch_slot=1, max_nodes=1)
+    third = Row(some_tokens(9, 2), 9, [20, 21, 22], batch_slot=2, max_depth=3)
     batch = drafting.draft(first, second, third)
     assert drafting.model.num_entry_passes == 1 and drafting.model.pass_sizes[:2] == [36 + 29 + 8 - 2, 2]
     drafting.expect_tree(batch, 0, first, 1)
     drafting.expect_tree(batch, 2, third, 1)
     # A later tree uses the KV entries written that way; few rows go in one pass.
-    drafting.check(1, Row([*second.tokens, 5], 1, second.blocks, slot=1))
+    drafting.check(1, Row([*second.tokens, 5], 1, second.blocks, batch_slot=1))
     assert drafting.model.num_entry_passes == 1
 
 
@@ -196,7 +196,7 @@ def test_a_prefix_that_the_cache_holds_is_gone_on_from(kind: dict[str, Any]) -> 
     # The verifier computes from position 8 on, and sends hidden states from there.
     second = [*first[:8], *some_tokens(5, 1)]
     before = drafting.passes.figures.extend_tokens
-    drafting.check(int(drafting.hidden), Row(second, 13, [5, 2, 4, 6], slot=1, hidden=5))
+    drafting.check(int(drafting.hidden), Row(second, 13, [5, 2, 4, 6], batch_slot=1, hidden=5))
     assert drafting.passes.figures.extend_tokens - before == 5
 
 
@@ -206,17 +206,17 @@ def test_a_prefix_that_is_sent_in_two_parts(kind: dict[str, Any]) -> None:
     tokens = some_tokens(20)
     drafting.check(int(drafting.hidden), Row(tokens, 20, BLOCKS))
     other = [*tokens[:16], *some_tokens(3, 1)]
-    drafting.draft(Row(other[:6], 6, BLOCKS, slot=1, hidden=0, max_nodes=1))
-    drafting.check(int(drafting.hidden), Row(other, 13, [*BLOCKS[:4], 1], slot=1, hidden=3))
+    drafting.draft(Row(other[:6], 6, BLOCKS, batch_slot=1, hidden=0, max_nodes=1))
+    drafting.check(int(drafting.hidden), Row(other, 13, [*BLOCKS[:4], 1], batch_slot=1, hidden=3))
 
 
 def test_a_recycled_block_ends_the_prefix_of_a_head_and_starts_a_window() -> None:
     drafting = Drafting()
     first = some_tokens(17)
     drafting.check(1, Row(first, 17, [5, 2, 9, 0, 7]))
-    drafting.check(1, Row(some_tokens(6, 1), 6, [2, 11], slot=1))
+    drafting.check(1, Row(some_tokens(6, 1), 6, [2, 11], batch_slot=1))
     again = [*first[:16], *some_tokens(2, 2)]
-    drafting.check(2 * BLOCK, Row(again, 18, [5, 2, 9, 0, 6], slot=2, hidden=2))
+    drafting.check(2 * BLOCK, Row(again, 18, [5, 2, 9, 0, 6], batch_slot=2, hidden=2))
     assert drafting.passes.figures.gauges()["draft_window_rows"] == 1
 
 
@@ -224,8 +224,8 @@ def test_a_recycled_block_is_prefilled_again_by_a_draft_model() -> None:
     drafting = Drafting(hidden=False)
     first = some_tokens(17)
     drafting.check(0, Row(first, 17, [5, 2, 9, 0, 7]))
-    drafting.check(0, Row(some_tokens(6, 1), 6, [2, 11], slot=1))
-    drafting.check(0, Row([*first[:16], *some_tokens(2, 2)], 18, [5, 2, 9, 0, 6], slot=2))
+    drafting.check(0, Row(some_tokens(6, 1), 6, [2, 11], batch_slot=1))
+    drafting.check(0, Row([*first[:16], *some_tokens(2, 2)], 18, [5, 2, 9, 0, 6], batch_slot=2))
 
 
 @ALL_KINDS
@@ -234,8 +234,8 @@ def test_a_block_that_is_half_overwritten_is_nobodys_prefix(kind: dict[str, Any]
     start = int(drafting.hidden)
     first = some_tokens(9)
     drafting.check(start, Row(first, 9, [5, 2, 9]))
-    drafting.check(start, Row(some_tokens(2, 1), 2, [2], slot=1))
-    row = Row([*first[:8], 7, 8], 10, [5, 2, 4], slot=2, hidden=2)
+    drafting.check(start, Row(some_tokens(2, 1), 2, [2], batch_slot=1))
+    row = Row([*first[:8], 7, 8], 10, [5, 2, 4], batch_slot=2, hidden=2)
     if drafting.num_depths == 1:
         drafting.check(8 if drafting.hidden else 0, row)
     else:
@@ -249,7 +249,7 @@ def test_another_tenants_prefix_is_not_gone_on_from(kind: dict[str, Any]) -> Non
     start = int(drafting.hidden)
     tokens = some_tokens(9)
     drafting.check(start, Row(tokens, 9, [5, 2, 9], salt=1))
-    row = Row([*tokens[:8], 1, 2], 10, [5, 2, 4], slot=1, salt=2, hidden=2)
+    row = Row([*tokens[:8], 1, 2], 10, [5, 2, 4], batch_slot=1, salt=2, hidden=2)
     drafting.check(8 if drafting.hidden else 0, row)
 
 
@@ -262,7 +262,7 @@ def test_a_gap_starts_a_window() -> None:
     drafting.check(11, Row(tokens[:14], 1, BLOCKS))
     # A sequence that is known only from here on makes no prefix for others.
     drafting.check(11, Row(tokens[:22], 8, BLOCKS))
-    drafting.check_undrafted(Row(tokens[:20], 20, BLOCKS, slot=1, hidden=0))
+    drafting.check_undrafted(Row(tokens[:20], 20, BLOCKS, batch_slot=1, hidden=0))
 
 
 def test_a_gap_of_hidden_states_starts_a_window() -> None:
@@ -300,7 +300,7 @@ def test_a_new_generation_and_a_shorter_length_start_anew(kind: dict[str, Any]) 
 
 
 @ALL_KINDS
-def test_final_updates_are_written_before_the_new_owner_of_slot_and_blocks(kind: dict[str, Any]) -> None:
+def test_final_updates_are_written_before_the_new_owner_of_batch_slot_and_blocks(kind: dict[str, Any]) -> None:
     drafting = Drafting(**kind)
     start = int(drafting.hidden)
     old = some_tokens(11)
@@ -311,7 +311,7 @@ def test_final_updates_are_written_before_the_new_owner_of_slot_and_blocks(kind:
     assert batch.tree(0).num_nodes == 1
     drafting.expect_tree(batch, 1, new, start)
     # Block 2 alone is still the old text's.
-    drafting.check(start, Row([*old[:4], 1], 5, [3, 8], slot=1))
+    drafting.check(start, Row([*old[:4], 1], 5, [3, 8], batch_slot=1))
 
 
 @ALL_KINDS
@@ -347,7 +347,7 @@ def test_a_final_update_makes_a_prefix_for_a_row_of_the_same_request(kind: dict[
     old = some_tokens(9)
     drafting.check(start, Row(old[:6], 6, [5, 2]))
     ended = Row(old[:8], 2, [5, 2], max_nodes=1)
-    goes_on = Row(old, 9, [5, 2, 9], slot=1, hidden=1)
+    goes_on = Row(old, 9, [5, 2, 9], batch_slot=1, hidden=1)
     for order in ((ended, goes_on), (goes_on, ended)):
         drafting = Drafting(**kind)
         drafting.draft(Row(old[:6], 6, [5, 2]))
@@ -361,18 +361,18 @@ def test_a_released_sequence_is_forgotten_and_its_blocks_are_not() -> None:
     drafting.check(1, Row(tokens, 9, [5, 2, 9]))
     drafting.rows.release(0)
     drafting.check(10, Row([*tokens, 1, 2], 1, [5, 2, 9]))
-    drafting.check(1, Row([*tokens[:8], 3], 9, [5, 2, 4], slot=1, hidden=1))
+    drafting.check(1, Row([*tokens[:8], 3], 9, [5, 2, 4], batch_slot=1, hidden=1))
 
 
 def test_a_draft_model_catches_up_within_its_budget() -> None:
     drafting = Drafting(hidden=False, budget=70, max_model_len=400, num_blocks=120)
     tokens, blocks = some_tokens(200), list(range(80))
-    other = Row(some_tokens(8, 1), 8, [90, 91], slot=1)
+    other = Row(some_tokens(8, 1), 8, [90, 91], batch_slot=1)
     for length, new in ((180, 180), (181, 1)):
         batch = drafting.draft(Row(tokens[:length], new, blocks), other)
         assert batch.tree(0).num_nodes == 1
         drafting.expect_tree(batch, 1, other, 0)
-        other = Row([*other.tokens, 1], 1, [90, 91, 92], slot=1)
+        other = Row([*other.tokens, 1], 1, [90, 91, 92], batch_slot=1)
     drafting.check(0, Row(tokens[:182], 1, blocks))
 
 
@@ -382,7 +382,7 @@ def test_a_draft_model_drafts_again_where_nothing_is_new() -> None:
     drafting.check(0, Row(tokens, 8, BLOCKS))
     drafting.check(0, Row(tokens, 0, BLOCKS))
     # The whole prompt is in the cache.
-    drafting.check(0, Row(tokens, 8, BLOCKS, slot=1))
+    drafting.check(0, Row(tokens, 8, BLOCKS, batch_slot=1))
 
 
 @pytest.mark.parametrize(
@@ -392,13 +392,13 @@ def test_a_draft_model_drafts_again_where_nothing_is_new() -> None:
         Row([1, -1], 2, [0]),
         Row([1, 2], 2, [99]),
         Row([1, 2, 3, 4, 5], 5, [0]),
-        Row([1, 2], 2, [0], slot=77),
-        Row([1, 2], 2, [0], slot=-1),
+        Row([1, 2], 2, [0], batch_slot=77),
+        Row([1, 2], 2, [0], batch_slot=-1),
     ],
 )
 def test_a_row_that_cannot_be_is_not_drafted_for(row: Row) -> None:
     drafting = Drafting()
-    good = Row(some_tokens(5), 5, [3, 4], slot=1)
+    good = Row(some_tokens(5), 5, [3, 4], batch_slot=1)
     batch = drafting.draft(row, good)
     assert batch.tree(0).tokens.tolist() == row.tokens[-1:]
     drafting.expect_tree(batch, 1, good, 1)
@@ -406,7 +406,7 @@ def test_a_row_that_cannot_be_is_not_drafted_for(row: Row) -> None:
 
 def test_gauges() -> None:
     drafting = Drafting()
-    drafting.draft(Row(some_tokens(5), 5, [3, 4]), Row(some_tokens(5), 5, [5, 6], slot=1, max_nodes=1))
+    drafting.draft(Row(some_tokens(5), 5, [3, 4]), Row(some_tokens(5), 5, [5, 6], batch_slot=1, max_nodes=1))
     gauges = drafting.passes.figures.gauges()
     assert {name: gauges[name] for name in ("draft_rows", "draft_drafted_rows", "draft_extend_tokens")} == {
         "draft_rows": 2,

@@ -17,7 +17,7 @@ START = 20
 
 def learn(rows: DraftRows, sent: Sequence[Row], states: Sequence[int], pass_rows: int = 100) -> PromptPasses:
     """Learn rows that follow one batch row, each with so many hidden states."""
-    batch_row = Row([], 0, [], slot=-1, generation=0)
+    batch_row = Row([], 0, [], batch_slot=-1, generation=0)
     request = request_of([batch_row, *sent], with_hidden=False)
     request.rows["device_hidden"][1:] = states
     step = DeviceStep(1, begins=True, is_last=False, num_batch_rows=1, prompt_start=START)
@@ -29,8 +29,8 @@ def spans(found: PromptPasses) -> list[tuple[int, list[int]]]:
     return [(part.first_hidden, part.batch.positions.tolist()) for part in found.passes]
 
 
-def prompt(count: int, slot: int, blocks: list[int], seed: int = 1) -> Row:
-    return Row(some_tokens(count, seed), count, blocks, slot=slot)
+def prompt(count: int, batch_slot: int, blocks: list[int], seed: int = 1) -> Row:
+    return Row(some_tokens(count, seed), count, blocks, batch_slot=batch_slot)
 
 
 def test_rows_share_a_pass() -> None:
@@ -60,7 +60,7 @@ def test_a_long_prompt_takes_several_passes() -> None:
 
 
 def test_hidden_states_of_a_pass_are_consecutive() -> None:
-    """A row that is refused, because there is no such slot, leaves a gap."""
+    """A row that is refused, because there is no such batch slot, leaves a gap."""
     sent = [prompt(BLOCK + 2, 0, [3, 4]), prompt(5, 9, [7, 8], 2), prompt(4, 1, [5], 3)]
     found = learn(DraftRows(target_info(), first_position=1), sent, [BLOCK + 1, 4, 3])
     assert spans(found) == [(START, [1, 2, 3, 4, 5]), (START + BLOCK + 5, [1, 2, 3])]

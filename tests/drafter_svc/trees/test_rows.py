@@ -20,19 +20,19 @@ def test_a_block_that_another_has_claimed_is_not_keyed_for_its_old_owner() -> No
         return sequence.valid_end
 
     assert send(Row(tokens[: BLOCK + 1], BLOCK + 1, [5, 6])) == BLOCK + 1
-    assert send(Row([*tokens[:BLOCK], 1], BLOCK + 1, [5, 7], slot=1)) == BLOCK + 1
+    assert send(Row([*tokens[:BLOCK], 1], BLOCK + 1, [5, 7], batch_slot=1)) == BLOCK + 1
     (old,), (new,) = rows._sequences[0], rows._sequences[1]
     rows.claim_blocks(old, 1, 2)
     assert rows.append_blocks(new, 2, [6])
     rows.claim_blocks(new, 2, 3)
     assert rows.advance(old, tokens[BLOCK + 1 : 2 * BLOCK], is_written=True)
-    heir = Row(tokens[: 2 * BLOCK + 1], 2 * BLOCK + 1, [5, 6, 8], slot=2)
+    heir = Row(tokens[: 2 * BLOCK + 1], 2 * BLOCK + 1, [5, 6, 8], batch_slot=2)
     (sent,) = sent_rows(request_of([heir], with_hidden=False))
     learnt = rows.learn(sent)
     assert learnt is not None and learnt.valid_end == BLOCK
 
 
-def test_a_sequence_is_dropped_and_its_slots_successor_stays() -> None:
+def test_a_sequence_is_dropped_and_its_batch_slots_successor_stays() -> None:
     rows = DraftRows(target_info(), first_position=0, needs_hidden=False)
     for generation in (1, 2):
         (sent,) = sent_rows(request_of([Row([3, 4], 2, [5], generation=generation)], with_hidden=False))
@@ -51,17 +51,17 @@ def test_nobody_goes_on_from_entries_that_were_revoked() -> None:
     tokens = some_tokens(2 * BLOCK + 1, 2)
 
     def send(row: Row) -> int:
-        """Return where the row's new KV entries begin, and revoke those of the first slot."""
+        """Return where the row's new KV entries begin, and revoke those of the first batch slot."""
         (sent,) = sent_rows(request_of([row], with_hidden=False))
         sequence = rows.learn(sent)
         assert sequence is not None
         extension = rows.extend(sent, sequence, len(tokens))
         assert extension is not None
-        if row.slot == 0:
+        if row.batch_slot == 0:
             rows.revoke(extension)
         return extension.start
 
     assert send(Row(tokens, len(tokens), [5, 6, 7])) == 0
     assert rows.find(0, 1, 0) is None
-    assert send(Row(tokens, len(tokens), [5, 6, 8], slot=1)) == 0
-    assert send(Row(tokens, len(tokens), [5, 6, 9], slot=2)) == 2 * BLOCK
+    assert send(Row(tokens, len(tokens), [5, 6, 8], batch_slot=1)) == 0
+    assert send(Row(tokens, len(tokens), [5, 6, 9], batch_slot=2)) == 2 * BLOCK

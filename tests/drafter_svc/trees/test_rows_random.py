@@ -15,7 +15,7 @@ from drafter_svc.trees.passes import DraftPasses
 from drafter_svc.trees.rows import DraftRows
 from tests.support.paged_draft import BLOCK, DigestModel, Row, reference_tree, request_of, some_tokens, target_info
 
-NUM_BLOCKS, NUM_SLOTS, MOST_TOKENS = 20, 3, 30
+NUM_BLOCKS, NUM_BATCH_SLOTS, MOST_TOKENS = 20, 3, 30
 # Prompts that begin alike.
 TEXTS = [some_tokens(40, 1), some_tokens(40, 2)]
 TEXTS.append([*TEXTS[0][:10], *TEXTS[1][:30]])
@@ -30,7 +30,7 @@ class Running:
     tokens: list[int]
     blocks: list[int]
     salt: int
-    slot: int
+    batch_slot: int
     generation: int
     first_hidden: int
     sent: int = 0
@@ -58,12 +58,12 @@ class Verifier:
         return block
 
     def start(self, text: int, length: int, salt: int) -> None:
-        """Start a sequence, if a slot is free: a request has at most two rows a slot."""
-        ended = [row.slot for row in self.final_updates]
-        free = [slot for slot in range(NUM_SLOTS) if slot not in self.running and ended.count(slot) < 2]
+        """Start a sequence, if a batch slot is free: a request has at most two rows for each."""
+        ended = [row.batch_slot for row in self.final_updates]
+        free = [slot for slot in range(NUM_BATCH_SLOTS) if slot not in self.running and ended.count(slot) < 2]
         if not free:
             return
-        slot = self.random.choice(free)
+        batch_slot = self.random.choice(free)
         tokens, blocks = TEXTS[text][:length], []
         while (len(blocks) + 1) * BLOCK < length:
             key = salt, tuple(tokens[: (len(blocks) + 1) * BLOCK])
@@ -71,28 +71,28 @@ class Verifier:
                 break
             blocks.append(self.cached[key])
         self.num_generations += 1
-        sequence = Running(tokens, blocks, salt, slot, self.num_generations, max(len(blocks) * BLOCK, 1))
-        self.running[slot] = sequence
+        sequence = Running(tokens, blocks, salt, batch_slot, self.num_generations, max(len(blocks) * BLOCK, 1))
+        self.running[batch_slot] = sequence
         self.reserve(sequence)
 
     def reserve(self, sequence: Running) -> None:
         while len(sequence.blocks) * BLOCK < len(sequence.tokens):
             block = self.free_block()
             if block is None:
-                del self.running[sequence.slot]
+                del self.running[sequence.batch_slot]
                 return
             sequence.blocks.append(block)
 
-    def commit(self, slot: int, count: int) -> None:
-        sequence = self.running[slot]
+    def commit(self, batch_slot: int, count: int) -> None:
+        sequence = self.running[batch_slot]
         sequence.tokens = [*sequence.tokens, *(self.random.randrange(3) for _ in range(count))]
         if len(sequence.tokens) > MOST_TOKENS:
-            self.finish(slot)
+            self.finish(batch_slot)
         else:
             self.reserve(sequence)
 
-    def finish(self, slot: int) -> None:
-        sequence = self.running.pop(slot)
+    def finish(self, batch_slot: int) -> None:
+        sequence = self.running.pop(batch_slot)
         held = len(sequence.blocks) * BLOCK
         sequence.tokens = sequence.tokens[:held]
         self.final_updates.append(self.row(sequence, max_nodes=1))
@@ -106,7 +106,7 @@ class Verifier:
             list(sequence.tokens),
             new,
             list(sequence.blocks),
-            slot=sequence.slot,
+            batch_slot=sequence.batch_slot,
             generation=sequence.generation,
             salt=sequence.salt,
             hidden=min(new, length - sequence.first_hidden),
@@ -142,7 +142,7 @@ ACTIONS = st.one_of(
 def test_trees_are_right(
     num_depths: int, hidden: bool, loses: bool, actions: list[tuple[str, int, int, int]], seed: int
 ) -> None:
-    info = target_info(num_blocks=NUM_BLOCKS, max_slots=NUM_SLOTS)
+    info = target_info(num_blocks=NUM_BLOCKS, max_batch_slots=NUM_BATCH_SLOTS)
     model = DigestModel(num_depths, reads_hidden=hidden)
     rows = DraftRows(info, first_position=int(hidden), num_depths=num_depths, needs_hidden=hidden)
     passes = DraftPasses(model, info, rows, make_growth=partial(HostGrowth, model, info))

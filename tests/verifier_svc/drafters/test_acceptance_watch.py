@@ -109,7 +109,7 @@ class Constant:
     def attach(self, target: TargetInfo, weights: object) -> None:
         """Prepare nothing."""
 
-    def release(self, slots: Sequence[int]) -> None:
+    def release(self, batch_slots: Sequence[int]) -> None:
         """Forget nothing."""
 
     def gauges(self) -> dict[str, float]:

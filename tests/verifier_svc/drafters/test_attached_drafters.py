@@ -27,7 +27,7 @@ TARGET = TargetInfo(
     "test",
     VOCAB,
     max_model_len=256,
-    max_slots=8,
+    max_batch_slots=8,
     max_nodes=8,
     hidden_size=4,
     num_layers=2,

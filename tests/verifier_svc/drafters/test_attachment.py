@@ -49,7 +49,7 @@ def test_what_was_learned_of_a_source_outlives_the_attachment_and_not_the_source
     assert handle.record is not record and handle.num_attaches == 4, "the counts of both"
 
 
-def test_a_slots_next_sequence_was_sent_nothing() -> None:
+def test_a_batch_slots_next_sequence_was_sent_nothing() -> None:
     run = run_once()
     attachment, (sequence,) = run.speculator.drafters[0].attachment, run.scheduler.running
     assert attachment is not None

@@ -209,7 +209,7 @@ def test_a_row_whose_gate_is_shut_is_sent_beside_the_others() -> None:
     runs = Runs([oracle], num_steps=0)
     models = runs.harness.speculator.model_round
     plan = models.plan_row
-    shut = lambda sequence, drafters, batch: None if sequence.slot == 1 else plan(sequence, drafters, batch)  # noqa: E731
+    shut = lambda sequence, drafters, batch: None if sequence.batch_slot == 1 else plan(sequence, drafters, batch)  # noqa: E731
     models.plan_row = shut  # type: ignore[method-assign]
     results = runs.harness.run(requests)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
@@ -312,16 +312,18 @@ class SentRows:
         width = layout.hidden_width
         self.buffer = torch.arange(20 * width).to(layout.hidden_dtype).view(20, width)
 
-    def row(self, slot: int, length: int, new: list[int], places: list[int], left: int = 9, **fields: Any) -> DraftRow:
+    def row(
+        self, batch_slot: int, length: int, new: list[int], places: list[int], left: int = 9, **fields: Any
+    ) -> DraftRow:
         params = SamplingParams(temperature=0.0, max_tokens=length + left - 1)
-        submit = Submit(SequenceKey(1, "r", slot), 0, (1,), (), params, ORACLE, None, None)
+        submit = Submit(SequenceKey(1, "r", batch_slot), 0, (1,), (), params, ORACLE, None, None)
         sequence = Running(submit, max_model_len=64, eos_ids=frozenset(), token_limit=VOCAB, now=0.0)
         sequence.tokens = list(range(length))
-        sequence.slot = slot
+        sequence.batch_slot = batch_slot
         whole = PassHiddenStates(places, self.buffer, lambda rows: self.buffer[rows].float().numpy())
         hidden = [HiddenSlice(whole, 0, 1), HiddenSlice(whole, 1, len(places))] if len(places) > 1 else []
         hidden = hidden or [HiddenSlice(whole, 0, len(places))]
-        row = DraftRow(sequence, slot, 0, length, new, hidden, [], (), Shape(4, 2, 1), True)
+        row = DraftRow(sequence, batch_slot, 0, length, new, hidden, [], (), Shape(4, 2, 1), True)
         return row._replace(**fields)
 
 
@@ -364,10 +366,10 @@ def test_what_a_memory_cannot_take() -> None:
         sent.row(1, 9, [1, 2], [7]),
         sent.row(0, 9, [1], [3]),
         fetched,
-        good._replace(slot=1, hidden=[part, good.hidden[1]]),
+        good._replace(batch_slot=1, hidden=[part, good.hidden[1]]),
     ):
         assert not can_feed([good, bad], sent.layout), bad
-    assert not can_feed([sent.row(slot, 9, [1], [3]) for slot in range(5)], sent.layout)
+    assert not can_feed([sent.row(batch_slot, 9, [1], [3]) for batch_slot in range(5)], sent.layout)
     # Without hidden states nothing says whether an ended sequence's blocks are still its own.
     bare = sent.layout._replace(hidden_width=0)
     ended = good._replace(hidden=[], generation=5)
@@ -401,7 +403,7 @@ def test_a_drafters_process_that_stands_still_and_one_that_is_killed(tmp_path: P
 
         def post(place: int) -> tuple[bool, list[list[int]]]:
             """Return whether it went through device memory, and the trees."""
-            rows = [sent.row(slot, 9, [7, 5 + slot], [0, place + slot]) for slot in range(3)]
+            rows = [sent.row(batch_slot, 9, [7, 5 + batch_slot], [0, place + batch_slot]) for batch_slot in range(3)]
             attachment.post(rows, may_feed=True)
             assert attachment._posted is not None
             is_fed = attachment._posted.in_device_memory
@@ -412,8 +414,8 @@ def test_a_drafters_process_that_stands_still_and_one_that_is_killed(tmp_path: P
             os.waitpid(process.pid, os.WUNTRACED)
 
         def expected(place: int) -> list[list[int]]:
-            sums = [int(sent.buffer[place + slot].sum()) for slot in range(3)]
-            return [[5 + slot + node * sums[slot] for node in range(4)] for slot in range(3)]
+            sums = [int(sent.buffer[place + batch_slot].sum()) for batch_slot in range(3)]
+            return [[5 + batch_slot + node * sums[batch_slot] for node in range(4)] for batch_slot in range(3)]
 
         for place in (2, 9):
             assert post(place) == (True, expected(place))

@@ -28,7 +28,7 @@ from verifier_svc.drafters.remote import DrafterClient
 from verifier_svc.drafters.request import DEFAULT_STEPS, TreeBounds
 from verifier_svc.drafters.source import TransportName
 
-TARGET = TargetInfo("m", 1000, 1024, max_slots=4, max_nodes=8, hidden_size=2, num_layers=4)
+TARGET = TargetInfo("m", 1000, 1024, max_batch_slots=4, max_nodes=8, hidden_size=2, num_layers=4)
 OFFER = DeviceOffer(torch.device("cpu"), DEVICE, tokens=5, hidden_dtype=torch.bfloat16, prompt_rows=6)
 LAYOUT = OverlapLayout(batch_rows=4, tokens=5, nodes=8, hidden_width=2, hidden_dtype=torch.bfloat16, prompt_rows=6)
 EPOCH = 11

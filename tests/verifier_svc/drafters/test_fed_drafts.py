@@ -52,7 +52,7 @@ def run(target: Target, kind: str, device: str) -> tuple[list[Result], list[str]
         batch = draft(request)
         trees.append(
             [
-                (int(request.slots[row]), batch.tree(row).tokens.tolist(), batch.tree(row).parents.tolist())
+                (int(request.batch_slots[row]), batch.tree(row).tokens.tolist(), batch.tree(row).parents.tolist())
                 for row in range(request.num_rows)
                 if request.max_nodes[row] > 1
             ]

@@ -12,7 +12,7 @@ from tests.support.mirror_drafter import MirrorDrafter
 from verifier_svc.drafters.in_process import InProcessClient
 from verifier_svc.drafters.source import FIRST_BACKOFF_S, GAUGES_EVERY_S, MAX_BACKOFF_S
 
-TARGET = TargetInfo(checkpoint_hash="m", vocab_size=1000, max_model_len=1024, max_slots=6, max_nodes=16)
+TARGET = TargetInfo(checkpoint_hash="m", vocab_size=1000, max_model_len=1024, max_batch_slots=6, max_nodes=16)
 EPOCH = 11
 
 

@@ -284,8 +284,8 @@ class SlowSource:
     def post(self, request: DraftRequest) -> None:
         self._inside.transport.post(request)  # type: ignore[union-attr]
 
-    def release(self, slots: Any) -> None:
-        self._inside.transport.release(slots)  # type: ignore[union-attr]
+    def release(self, batch_slots: Any) -> None:
+        self._inside.transport.release(batch_slots)  # type: ignore[union-attr]
 
     def receive(self, timeout_s: float) -> DraftBatch | None:
         batch = self._inside.transport.receive(0.0)  # type: ignore[union-attr]

@@ -36,7 +36,7 @@ VOCAB = 40
 NUM_TOKENS = 150
 # As in the harness.
 EPOCH = 41
-TARGET = TargetInfo("test", VOCAB, max_model_len=256, max_slots=8, max_nodes=8, block_size=4, num_blocks=200)
+TARGET = TargetInfo("test", VOCAB, max_model_len=256, max_batch_slots=8, max_nodes=8, block_size=4, num_blocks=200)
 
 
 def ngram() -> NgramDrafter:

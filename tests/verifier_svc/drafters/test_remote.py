@@ -46,7 +46,7 @@ from verifier_svc.drafters.source import (
 Kind = Literal["shared-memory", "grpc", "in-process"]
 PROCESS_KINDS: tuple[Kind, ...] = ("shared-memory", "grpc")
 KINDS: tuple[Kind, ...] = (*PROCESS_KINDS, "in-process")
-TARGET = TargetInfo(checkpoint_hash="m", vocab_size=1000, max_model_len=1024, max_slots=6, max_nodes=16)
+TARGET = TargetInfo(checkpoint_hash="m", vocab_size=1000, max_model_len=1024, max_batch_slots=6, max_nodes=16)
 EPOCH = 11
 TOKEN_CAPACITY = 16
 # Nothing here waits so long: the suite's time limit ends a test that hangs.
@@ -169,7 +169,7 @@ def test_every_column_arrives_and_every_tree_comes_back(source: DraftSource, req
     """Requests beyond the capacity arrive in parts."""
     request = with_epoch(request)
     transport = attached(source)
-    transport.release(range(TARGET.max_slots))
+    transport.release(range(TARGET.max_batch_slots))
     transport.post(request)
     assert_same_batch(transport.receive(LONG_S), MirrorDrafter().draft(request))
     assert source.num_rejected == 0

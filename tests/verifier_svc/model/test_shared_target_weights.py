@@ -72,8 +72,8 @@ def _target(folder: Path) -> TargetInfo:
     return target_info(**sizes, checkpoint=str(folder / "target"))
 
 
-def request(slot: int) -> Row:
-    return Row(TEXT, len(TEXT), [5, 2, 9], slot=slot, width=HIDDEN)
+def request(batch_slot: int) -> Row:
+    return Row(TEXT, len(TEXT), [5, 2, 9], batch_slot=batch_slot, width=HIDDEN)
 
 
 @pytest.fixture(name="expected", scope="module")
@@ -126,12 +126,12 @@ def client_of(
         client.close()
 
 
-def tree_of(client: DrafterClient | InProcessClient, slot: int) -> list[int]:
+def tree_of(client: DrafterClient | InProcessClient, batch_slot: int) -> list[int]:
     while client.transport is None:
         assert client.state == "connecting"
         time.sleep(0.01)
     transport = client.transport
-    transport.post(replace(request_of([request(slot)]), epoch=EPOCH, step_id=1 + slot))
+    transport.post(replace(request_of([request(batch_slot)]), epoch=EPOCH, step_id=1 + batch_slot))
     batch = transport.receive(LONG_S)
     assert batch is not None
     return batch.tree(0).tokens.tolist()

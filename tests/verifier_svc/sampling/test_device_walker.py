@@ -15,7 +15,7 @@ from verifier_svc.sampling.walker import HostWalker, Walk
 from verifier_svc.scheduling.sequence import Sequence
 
 VOCAB, LIMIT, EOS = 40, 36, 3
-MAX_SLOTS, MAX_NODES, MAX_ROWS = 4, 6, 32
+MAX_BATCH_SLOTS, MAX_NODES, MAX_ROWS = 4, 6, 32
 # Node 3 is a second child of the root with the first one's token; a branch has room for two
 # tokens below it.
 PARENTS = [-1, 0, 0, 0, 1, 4]
@@ -31,7 +31,7 @@ def sequence_of(number: int, params: SamplingParams) -> Sequence:
     key = SequenceKey(1, f"r{number}", number % 2)
     submit = Submit(key, 0, (4, 5, 6 + number), (9,) * (number % 2), params, SpeculationOptions(), None, None)
     made = Sequence(submit, max_model_len=64, eos_ids=frozenset({EOS}), token_limit=LIMIT, now=0.0)
-    made.slot, made.generation = number, 1
+    made.batch_slot, made.generation = number, 1
     return made
 
 
@@ -39,7 +39,7 @@ def walker(device: str) -> DeviceWalker:
     return DeviceWalker(
         vocab_size=VOCAB,
         token_limit=LIMIT,
-        max_slots=MAX_SLOTS,
+        max_batch_slots=MAX_BATCH_SLOTS,
         max_rows=MAX_ROWS,
         max_nodes=MAX_NODES,
         device=torch.device(device),
@@ -97,7 +97,7 @@ def test_steps_of_a_batch_are_those_of_the_host(count: int, device: str) -> None
     assert num_accepted > 10
 
 
-def test_a_slot_is_taken_over(device: str) -> None:
+def test_a_batch_slot_is_taken_over(device: str) -> None:
     """No rules or counts of the sequence before remain."""
     on_device, on_host = walker(device), HostWalker()
     logits = torch.linspace(0, 1, VOCAB, device=device)[None].clone()

@@ -45,7 +45,7 @@ def sequence(tokens: list[int], num_prompt: int, num_computed: int, blocks: list
     out.tokens = list(tokens)
     out.num_computed = num_computed
     out.table = Table(blocks)  # type: ignore[assignment]
-    out.slot = 0
+    out.batch_slot = 0
     return out
 
 

@@ -63,7 +63,7 @@ def test_blocks_of_one_that_ended_are_given_to_others_of_the_run(drafts: bool, m
 
 
 def test_a_drafter_must_forget_after_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It forgets before the slot's next owner is sent.
+    """It forgets before the batch slot's next owner is sent.
 
     It learnt everything within the run, so no row is empty.
     """
@@ -108,7 +108,7 @@ def test_a_run_goes_on_with_fewer_rows_as_sequences_end() -> None:
 
 def test_one_that_waits_takes_the_place_of_one_that_ends() -> None:
     """The run goes on; the third one runs beside the
-    second, in the first one's batch row and slot.
+    second, in the first one's batch row and batch slot.
     """
     requests = [greedy(1, 6, 10), greedy(2, 6, 60), greedy(3, 6, 40)]
     expected = plain(requests)

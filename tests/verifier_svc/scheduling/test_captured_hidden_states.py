@@ -45,7 +45,7 @@ class HeadLike:
         self.tokens.clear()
         self.block_size = target.block_size
 
-    def release(self, slots: Sequence[int]) -> None:
+    def release(self, batch_slots: Sequence[int]) -> None:
         return
 
     def gauges(self) -> dict[str, float]:
@@ -67,7 +67,7 @@ class HeadLike:
         return draft_batch(request.epoch, request.step_id, *columns)
 
     def _learn(self, request: DraftRequest, row: int) -> list[int]:
-        key = int(request.slots[row]), int(request.generations[row])
+        key = int(request.batch_slots[row]), int(request.generations[row])
         new = request.new_tokens[slice(*request.new_token_starts[row : row + 2])].tolist()
         hidden = request.hidden[slice(*request.hidden_starts[row : row + 2])]
         blocks = request.block_ids[slice(*request.block_starts[row : row + 2])].tolist()

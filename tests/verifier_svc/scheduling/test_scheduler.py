@@ -7,7 +7,7 @@ from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.scheduling.block_manager import BlockManager
 from verifier_svc.scheduling.prefill_budget import PrefillBudget
 from verifier_svc.scheduling.scheduler import Scheduler
-from verifier_svc.scheduling.sequence import NO_SLOT, Sequence
+from verifier_svc.scheduling.sequence import NO_BATCH_SLOT, Sequence
 
 
 def sequence_of(index: int, length: int, *, priority: int = 0, attempt: int = 0) -> Sequence:
@@ -32,7 +32,7 @@ def test_prompts_are_preempted_for_the_oldest_one() -> None:
     (part,) = scheduler.schedule(lambda sequence: 1, lambda rows: 1.0, 0.0)
     assert part.sequence is sequences[0] and part.num_tokens == 16
     assert scheduler.running == sequences[:2] and scheduler.waiting[0] is sequences[2]
-    assert sequences[2].slot == NO_SLOT and scheduler.num_preemptions == 1
+    assert sequences[2].batch_slot == NO_BATCH_SLOT and scheduler.num_preemptions == 1
 
 
 def test_waiting_sequences_start_by_priority_then_resumed_first_then_in_order() -> None:

@@ -96,13 +96,13 @@ def attachment_of(handle: DrafterHandle) -> Attachment:
 
 def rows(count: int, *, tokens: int = 1, shape: Shape = CHAIN) -> list[DraftRow]:
     found = []
-    for slot in range(count):
+    for batch_slot in range(count):
         submit = Submit(
-            SequenceKey(1, f"r{slot}", 0), 0, (TOKEN,) * 9, (), SamplingParams(), SpeculationOptions(), None, None
+            SequenceKey(1, f"r{batch_slot}", 0), 0, (TOKEN,) * 9, (), SamplingParams(), SpeculationOptions(), None, None
         )
         sequence = Running(submit, max_model_len=64, eos_ids=frozenset(), token_limit=40, now=0.0)
-        sequence.slot, sequence.generation = slot, 1
-        found.append(DraftRow(sequence, slot, 1, 9, [TOKEN] * tokens, [], [], (), shape, True))
+        sequence.batch_slot, sequence.generation = batch_slot, 1
+        found.append(DraftRow(sequence, batch_slot, 1, 9, [TOKEN] * tokens, [], [], (), shape, True))
     return found
 
 

@@ -65,7 +65,7 @@ class Knowing(ScriptedDrafter):
     def learnt(self) -> list[list[int]]:
         return list(self._tokens.values())
 
-    def release(self, slots: Sequence[int]) -> None:
+    def release(self, batch_slots: Sequence[int]) -> None:
         """Remember everything: the test looks at it."""
 
     def _tree(self, request: DraftRequest, row: int, known: list[int]) -> Nodes:

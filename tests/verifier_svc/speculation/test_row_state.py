@@ -8,7 +8,7 @@ from tests.support.hash_target import HashTarget
 from tests.support.scripted_drafter import ScriptedDrafter
 from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.messages import SequenceKey
-from verifier_svc.scheduling.sequence import NO_SLOT, Sequence
+from verifier_svc.scheduling.sequence import NO_BATCH_SLOT, Sequence
 from verifier_svc.speculation.row_state import RowState
 
 VOCAB = 12
@@ -28,7 +28,7 @@ def preempt(run: Harness) -> Sequence:
     while not run.scheduler.num_preemptions:
         run.step()
     (sequence,) = run.scheduler.waiting
-    assert sequence.slot == NO_SLOT
+    assert sequence.batch_slot == NO_BATCH_SLOT
     return sequence
 
 
@@ -37,7 +37,7 @@ def test_a_preempted_row_keeps_its_gates() -> None:
     sequence = preempt(run)
     assert run.speculator.rows.has(sequence)
     state = run.speculator.rows.of(sequence)
-    while sequence.slot == NO_SLOT:
+    while sequence.batch_slot == NO_BATCH_SLOT:
         run.step()
     assert run.speculator.rows.of(sequence) is state
     run.drain()

@@ -38,8 +38,8 @@ class Notebook:
     def attach(self, target: TargetInfo, weights: object) -> None:
         return
 
-    def release(self, slots: Sequence[int]) -> None:
-        self.released.extend(slots)
+    def release(self, batch_slots: Sequence[int]) -> None:
+        self.released.extend(batch_slots)
 
     def gauges(self) -> dict[str, float]:
         return {}
@@ -97,7 +97,7 @@ def test_a_row_says_what_it_is_and_how_it_is_sampled() -> None:
     assert {name: getattr(first, name).tolist() for name in ROW_COLUMNS} == {
         "salts": [digest_of_salt("tenant")],
         "seeds": [2**63 + 3],
-        "slots": [0],
+        "batch_slots": [0],
         "generations": first.generations.tolist(),
         "lengths": [len(PROMPT)],
         "prompt_lengths": [len(PROMPT)],
@@ -125,12 +125,12 @@ def test_a_find_is_asked_for_in_earnest_in_the_next_step() -> None:
     assert lengths[8] - lengths[7] == 1
 
 
-def test_a_slot_is_forgotten_after_its_last_tokens() -> None:
+def test_a_batch_slot_is_forgotten_after_its_last_tokens() -> None:
     drafter = Notebook(first_find=1)
     harness = run(drafter)
     assert drafter.released == []
     harness.run([Request(PROMPT, SamplingParams(temperature=0.0, max_tokens=9))])
-    assert drafter.released == [int(drafter.requests[0].slots[0])]
+    assert drafter.released == [int(drafter.requests[0].batch_slots[0])]
 
 
 def test_a_request_that_wants_no_drafts_is_not_sent() -> None:
@@ -161,7 +161,7 @@ def test_waits_are_counted_for_the_drafter_that_was_waited_for() -> None:
     assert counters.wait_seconds > 0
 
 
-def test_a_slot_is_forgotten_before_its_next_owner_is_sent() -> None:
+def test_a_batch_slot_is_forgotten_before_its_next_owner_is_sent() -> None:
     """A bug once: the release came after the new owner's prompt, and wiped it."""
 
     class Strict(Notebook):
@@ -173,15 +173,15 @@ def test_a_slot_is_forgotten_before_its_next_owner_is_sent() -> None:
         def attach(self, target: TargetInfo, weights: object) -> None:
             self.sent = set()
 
-        def release(self, slots: Sequence[int]) -> None:
-            super().release(slots)
-            self.sent -= set(slots)
+        def release(self, batch_slots: Sequence[int]) -> None:
+            super().release(batch_slots)
+            self.sent -= set(batch_slots)
 
         def draft(self, request: DraftRequest) -> DraftBatch:
-            for row, slot in enumerate(request.slots.tolist()):
+            for row, batch_slot in enumerate(request.batch_slots.tolist()):
                 whole = request.new_token_starts[row + 1] - request.new_token_starts[row] == request.lengths[row]
-                assert whole or slot in self.sent, "a slot with a past that was forgotten"
-                self.sent.add(slot)
+                assert whole or batch_slot in self.sent, "a batch slot with a past that was forgotten"
+                self.sent.add(batch_slot)
             return super().draft(request)
 
     drafter = Strict(first_find=3)
@@ -193,7 +193,7 @@ def test_a_slot_is_forgotten_before_its_next_owner_is_sent() -> None:
     assert drafter.released
 
 
-def test_a_slot_that_changes_hands_within_a_step_is_sent_in_order() -> None:
+def test_a_batch_slot_that_changes_hands_within_a_step_is_sent_in_order() -> None:
     """A bug once: an aborted owner's final update came after the next prompt and wiped it."""
     drafter = Notebook(first_find=1)
     harness = Harness(
@@ -213,7 +213,7 @@ def test_a_slot_that_changes_hands_within_a_step_is_sent_in_order() -> None:
     while not harness.results[second].is_done:
         harness.step()
         if harness.results[second].token_ids:
-            assert not drafter.released, "the slot has an owner: there is nothing to forget"
+            assert not drafter.released, "the batch slot has an owner: there is nothing to forget"
     harness.drain()
     generations = [generation for request in drafter.requests for generation in request.generations.tolist()]
     assert generations == sorted(generations)
