@@ -64,7 +64,7 @@ def tree_batch(num_nodes: int) -> ForwardBatch:
     return ForwardBatch(
         token_ids=nodes + 1,
         positions=CONTEXT + nodes,
-        slot_mapping=CONTEXT + nodes,
+        kv_slots=CONTEXT + nodes,
         row_seqs=np.zeros(num_nodes, np.int32),
         context_lens=np.full(num_nodes, CONTEXT, np.int32),
         masks=ancestor_mask(nodes - 1),
@@ -80,7 +80,7 @@ def plain_batch(num_seqs: int) -> ForwardBatch:
     return ForwardBatch(
         token_ids=seqs + 1,
         positions=np.full(num_seqs, CONTEXT, np.int32),
-        slot_mapping=seqs * BLOCKS_PER_SEQ * BLOCK_SIZE + CONTEXT,
+        kv_slots=seqs * BLOCKS_PER_SEQ * BLOCK_SIZE + CONTEXT,
         row_seqs=seqs,
         context_lens=np.full(num_seqs, CONTEXT, np.int32),
         masks=np.ones((num_seqs, 1), np.uint64),
@@ -96,7 +96,7 @@ def prefill_batch(length: int, first: int = 0) -> ForwardBatch:
     return ForwardBatch(
         token_ids=positions % 8192,
         positions=positions,
-        slot_mapping=positions,
+        kv_slots=positions,
         row_seqs=np.zeros(length, np.int32),
         context_lens=positions + 1,
         masks=np.zeros((length, 1), np.uint64),

@@ -11,7 +11,7 @@ def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype:
 
 
 class KVCache:
-    """Keys and values of ``num_blocks * block_size`` KV slots. Unwritten slots hold noise.
+    """Keys and values of ``num_blocks * block_size`` KV slots. Unwritten KV slots hold noise.
 
     Attributes:
         data: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]; keys, then values.
@@ -44,7 +44,7 @@ class KVCache:
         return self.data[layer, 1]
 
     @property
-    def num_slots(self) -> int:
+    def num_kv_slots(self) -> int:
         return self.num_blocks * self.block_size
 
     @property

@@ -14,7 +14,7 @@ from verifier_svc.lifecycle import Lifecycle
 from verifier_svc.model.target_runner import TargetRunner
 from verifier_svc.sampling.verify import WalkResult, broken_logits
 from verifier_svc.sampling.walker import Walk, Walker
-from verifier_svc.scheduling.batch import Scheduled, StepBatch, build_batch, commit_slots
+from verifier_svc.scheduling.batch import Scheduled, StepBatch, build_batch, commit_kv_slots
 from verifier_svc.scheduling.draft import DrafterShare
 from verifier_svc.scheduling.hidden_states import HiddenSlice, PassHiddenStates
 from verifier_svc.scheduling.sequence import Sequence
@@ -117,8 +117,8 @@ class TargetStep:
 
     def _commit_all(self, scheduled: list[Scheduled], results: list[WalkResult | None]) -> None:
         """Commit each part's walk; then move the KV entries of all accepted nodes in one call."""
-        source_slots: list[int] = []
-        target_slots: list[int] = []
+        source_kv_slots: list[int] = []
+        target_kv_slots: list[int] = []
         for part, result in zip(scheduled, results, strict=True):
             if _has_broken_prompt_logprobs(part.sequence):
                 self._lifecycle.fail(part.sequence, broken_logits())
@@ -126,12 +126,12 @@ class TargetStep:
             if result is None:
                 self._lifecycle.advance(part.sequence, part.num_tokens)
                 continue
-            moved = commit_slots(part.sequence, result.accepted_nodes, self._blocks.block_size)
-            source_slots.extend(moved[0])
-            target_slots.extend(moved[1])
+            moved = commit_kv_slots(part.sequence, result.accepted_nodes, self._blocks.block_size)
+            source_kv_slots.extend(moved[0])
+            target_kv_slots.extend(moved[1])
             self._commit(part, result)
-        if source_slots:
-            self._runner.commit(np.array(source_slots, np.int32), np.array(target_slots, np.int32))
+        if source_kv_slots:
+            self._runner.commit(np.array(source_kv_slots, np.int32), np.array(target_kv_slots, np.int32))
 
     def _commit(self, part: Scheduled, result: WalkResult) -> None:
         if not part.was_decoding:

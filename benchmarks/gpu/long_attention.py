@@ -50,8 +50,8 @@ def layer_us(batch: Batch, context: int, table_blocks: int) -> float:
 
     device = torch.device("cuda")
     blocks, rows = -(-(context + batch.rows) // BLOCK), batch.seqs * batch.rows
-    slots = (batch.seqs * blocks + 1) * BLOCK
-    planes = torch.randn(LAYERS, 2, slots, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    num_kv_slots = (batch.seqs * blocks + 1) * BLOCK
+    planes = torch.randn(LAYERS, 2, num_kv_slots, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
 
     def ints(values: torch.Tensor) -> torch.Tensor:
         return values.to(torch.int32).contiguous()

@@ -104,11 +104,11 @@ def verify_batch(rows: Sequence[int]) -> ForwardBatch:
     nodes = np.concatenate([np.arange(count) for count in rows])
     seqs = np.repeat(np.arange(batch, dtype=np.int32), rows)
     logical = CONTEXT + nodes
-    slots = tables[seqs, logical // BLOCK] * BLOCK + logical % BLOCK
+    kv_slots = tables[seqs, logical // BLOCK] * BLOCK + logical % BLOCK
     return ForwardBatch(
         token_ids=np.arange(total, dtype=np.int32) % 8000,
         positions=(CONTEXT + depths[nodes]).astype(np.int32),
-        slot_mapping=slots.astype(np.int32),
+        kv_slots=kv_slots.astype(np.int32),
         row_seqs=seqs,
         context_lens=np.full(total, CONTEXT + 1, np.int32),
         masks=masks[nodes][:, None],

@@ -156,13 +156,13 @@ def _draft_logits(head: HostDraftHead, text: Sequence[int], states: torch.Tensor
     Each comes from the token and the hidden state before it.
     """
     rows = len(text) - 1
-    slots = np.arange(1, rows + 1, dtype=np.int32)
+    kv_slots = np.arange(1, rows + 1, dtype=np.int32)
     batch = ForwardBatch(
         token_ids=np.array(text[1:], np.int32),
-        positions=slots,
-        slot_mapping=slots,
+        positions=kv_slots,
+        kv_slots=kv_slots,
         row_seqs=np.zeros(rows, np.int32),
-        context_lens=slots + 1,
+        context_lens=kv_slots + 1,
         masks=np.zeros((rows, 1), np.uint64),
         tree_starts=np.zeros(1, np.int32),
         block_tables=np.arange(rows // BLOCK_SIZE + 1, dtype=np.int32)[None],

@@ -18,7 +18,7 @@ from foretoken_kernels.gpu.draft_intake_state import (
 )
 from foretoken_kernels.gpu.draft_tree_state import NUM_COLUMNS, DraftOutput
 from foretoken_kernels.gpu.embedding import copy_rows
-from foretoken_kernels.overlap_state import NO_SLOT, StepResults
+from foretoken_kernels.overlap_state import StepResults
 
 from drafter_svc.device.batch_rows import BatchRows
 from drafter_svc.device.levels import DeviceLevels, TreePlaces, TreeShape, write_requests
@@ -32,6 +32,8 @@ from foretoken.tree import Int32
 MAX_UNREAD_STEPS = 8
 # The number of a draft that follows no step.
 NO_STEP = -1
+# An entry of a block table that names no block.
+_NO_BLOCK = -1
 
 
 class NewBlocks(NamedTuple):
@@ -146,10 +148,10 @@ class DraftStage:
         write_requests(requests, requested, np.arange(count, dtype=np.int32))
         requests[:, column.MAX_NODES] = max_nodes[:] = 0
         requests[:, column.LENGTH] = NO_LENGTH
-        requests[:, column.FIRST_SLOT] = host["tree_starts"][:] = capacity * self._levels.block_size
+        requests[:, column.FIRST_KV_SLOT] = host["tree_starts"][:] = capacity * self._levels.block_size
         context_starts[:] = 0
         host["number"][0] = number
-        tables[:, :capacity] = NO_SLOT
+        tables[:, :capacity] = _NO_BLOCK
         tables[:, capacity:] = scratch[: len(tables)]
         known = [(index, sequence) for index, sequence in enumerate(batch.sequences) if sequence is not None]
         if known:
@@ -183,7 +185,7 @@ class DraftStage:
             self._taken,
             num_blocks=self.capacity,
             block_size=levels.block_size,
-            num_slots=levels.num_slots,
+            num_kv_slots=levels.num_kv_slots,
         )
         output = levels.model.extend(self._arrays, self._results.hidden)
         if levels.model.hidden_size:

@@ -70,7 +70,7 @@ class DeviceGrowth:
         scale: scale of the coupled score, in logits; 0: without the sampler's noise.
         sizes: the largest passes of the model; ``graphs``: whether growth is captured as a CUDA
             graph.
-        num_slots: KV slots of the model's cache. The last one is scratch, in no tree.
+        num_kv_slots: KV slots of the model's cache. The last one is scratch, in no tree.
         dtype: type of the model's hidden states.
         warm: whether the kernels that draft from device memory are compiled as soon as it is set.
     """
@@ -82,13 +82,13 @@ class DeviceGrowth:
         scale: float,
         *,
         sizes: PassSizes,
-        num_slots: int,
+        num_kv_slots: int,
         device: torch.device,
         dtype: torch.dtype,
         warm: bool,
     ) -> None:
         self._model, self._target, self._sizes, self._is_warm = model, target, sizes, warm
-        self._levels = DeviceLevels(model, target, scale, num_slots=num_slots, device=device, dtype=dtype)
+        self._levels = DeviceLevels(model, target, scale, num_kv_slots=num_kv_slots, device=device, dtype=dtype)
         # The rows' tree requests, in the same form as on the CPU; it holds no tree.
         self.trees = kernel.new_trees(ROWS_PER_BATCH_SLOT * target.max_batch_slots, 2, 1)
         self._root_logits = torch.zeros(

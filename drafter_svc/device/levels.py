@@ -94,7 +94,7 @@ def write_requests(requests: Int32, requested: kernel.Trees, rows: Int32) -> Non
         (column.TOP_K, kernel.TOP_K),
     ):
         requests[:count, name] = requested.shapes[rows, source]
-    requests[:count, column.FIRST_SLOT] = requested.counts[rows, kernel.FIRST_SLOT]
+    requests[:count, column.FIRST_KV_SLOT] = requested.counts[rows, kernel.FIRST_KV_SLOT]
     requests[:count, column.SEED_LOW : column.SEED_HIGH + 1] = requested.seeds[rows].view(np.int32).reshape(-1, 2)
     for name, source in (
         (column.TEMPERATURE, kernel.TEMPERATURE),
@@ -147,7 +147,7 @@ class LevelMemory:
             masks=beams.masks,
             token_ids=beams.token_ids,
             positions=beams.positions,
-            slot_mapping=beams.slot_mapping,
+            kv_slots=beams.kv_slots,
             context_lens=beams.context_lens,
             logit_rows=self.all_rows,
             row_starts=beams.row_starts,
@@ -165,7 +165,7 @@ class DeviceLevels:
 
     Args:
         scale: scale of the coupled score, in logits; 0: without the sampler's noise.
-        num_slots: KV slots of the model's cache. The last one is scratch, in no tree.
+        num_kv_slots: KV slots of the model's cache. The last one is scratch, in no tree.
         dtype: type of the model's hidden states.
     """
 
@@ -175,11 +175,11 @@ class DeviceLevels:
         target: TargetInfo,
         scale: float,
         *,
-        num_slots: int,
+        num_kv_slots: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.model, self.num_slots, self.device, self.dtype = model, num_slots, device, dtype
+        self.model, self.num_kv_slots, self.device, self.dtype = model, num_kv_slots, device, dtype
         self.block_size = target.block_size
         self.vocabulary = vocabulary_of(model, target)
         self._scale = scale
@@ -216,8 +216,8 @@ class DeviceLevels:
                 memory.places.block_tables,
                 self.block_size,
                 beams,
-                num_slots=self.num_slots,
-                scratch_slot=self.num_slots - 1,
+                num_kv_slots=self.num_kv_slots,
+                scratch_kv_slot=self.num_kv_slots - 1,
                 first_depth=module if num_modules > 1 else 0,
             )
             output = model.launch(memory.arrays(module), hidden, beams.sources, depth=module)

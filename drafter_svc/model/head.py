@@ -104,8 +104,8 @@ class HeadDrafter(ModelDrafter):
         """Return needs of hidden states, blocks, and the target's embedding and output head.
 
         One position before the first computed one is enough for any number of modules: the state
-        that a module passes to the next is kept for the last slot of every block, and prefixes end
-        at block borders.
+        that a module passes to the next is kept for the last KV slot of every block, and prefixes
+        end at block borders.
         """
         with _as_refusals():
             path, config = self._folders(target)
@@ -117,7 +117,7 @@ class HeadDrafter(ModelDrafter):
             blocks=True,
             weights=True,
             device=device_uuid(self._placement.backend),
-            # A deeper module reads the state at a block's last slot, which the host keeps.
+            # A deeper module reads the state at a block's last KV slot, which the host keeps.
             overlaps=self._placement.is_gpu and head.num_depths == 1,
         )
 

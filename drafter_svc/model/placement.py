@@ -124,7 +124,7 @@ class ModelPlacement(NamedTuple):
             model,
             target,
             sizes=sizes,
-            num_slots=self.cache_blocks(target) * target.block_size,
+            num_kv_slots=self.cache_blocks(target) * target.block_size,
             device=self.backend.device,
             dtype=self.dtype,
             warm=self.warm,

@@ -126,7 +126,7 @@ class DraftPasses:
         self._hidden = np.zeros((PASS_ROWS, model.hidden_width), np.float32)
         self._no_masks = np.zeros((PASS_ROWS, 1), np.uint64)
         # For each module but the last and each block: the output at the block's last written KV
-        # slot. The next module reads it with the token of the next slot.
+        # slot. The next module reads it with the token of the next KV slot.
         self._carry = np.zeros((model.num_depths - 1, target.num_blocks, model.hidden_size), np.float32)
         self._overlapped: DraftsFromMemory | None = None
 
@@ -239,7 +239,7 @@ class DraftPasses:
         self._tables[row, :num_blocks] = sequence.table[:num_blocks]
         self._context_starts[row] = sequence.valid_start
         self._tree_starts[row] = num_blocks * self._block_size
-        self._growth.trees.counts[row, kernel.FIRST_SLOT] = self._tree_starts[row]
+        self._growth.trees.counts[row, kernel.FIRST_KV_SLOT] = self._tree_starts[row]
 
     def _run_extensions(self, request: DraftRequest, extensions: list[Extension], drafted: list[int]) -> None:
         """Write KV entries, PASS_ROWS a pass at most; add rows with children to ``drafted``."""
@@ -272,9 +272,9 @@ class DraftPasses:
             if piece.stop == sequence.length and self._wants_tree(row, len(drafted) + len(rows)):
                 ends.append(piece.first + size - 1)
                 rows.append(row)
-        slots = self._slots(seqs, positions)
+        kv_slots = self._kv_slots(seqs, positions)
         logit_rows = np.array(ends, np.int32)
-        batch = self._batch(tokens, positions, slots, seqs, positions + 1, self._no_masks[:used], logit_rows)
+        batch = self._batch(tokens, positions, kv_slots, seqs, positions + 1, self._no_masks[:used], logit_rows)
         hidden = self._gather_hidden(request, pieces, used)
         self.figures.extend_tokens += used
         write_kv_entries = self._model.write_kv_entries
@@ -318,7 +318,7 @@ class DraftPasses:
         return self._hidden[:used]
 
     def _run_deeper(self, batch: ForwardBatch, outputs: Float32, pieces: list[_PassPiece]) -> None:
-        """Extend the modules after the first; each reads the module before, one slot earlier."""
+        """Extend the modules after the first; each reads the module before, one KV slot earlier."""
         size = self._block_size
         for depth in range(1, self._model.num_depths):
             inputs = np.empty_like(outputs)
@@ -342,7 +342,7 @@ class DraftPasses:
         return self._batch(
             batch.token_ids[kept],
             batch.positions[kept],
-            batch.slot_mapping[kept],
+            batch.kv_slots[kept],
             batch.row_seqs[kept],
             batch.context_lens[kept],
             self._no_masks[: len(kept)],
@@ -357,7 +357,7 @@ class DraftPasses:
         starts: Int32 = np.minimum(self._context_starts + depths[:, None], lengths)
         return starts
 
-    def _slots(self, seqs: Int32, positions: Int32) -> Int32:
+    def _kv_slots(self, seqs: Int32, positions: Int32) -> Int32:
         size = self._block_size
         return self._tables[seqs, positions // size] * size + positions % size
 
@@ -365,7 +365,7 @@ class DraftPasses:
         self,
         tokens: Int32,
         positions: Int32,
-        slots: Int32,
+        kv_slots: Int32,
         seqs: Int32,
         context_lens: Int32,
         masks: NDArray[np.uint64],
@@ -375,7 +375,7 @@ class DraftPasses:
         return ForwardBatch(
             token_ids=tokens,
             positions=positions,
-            slot_mapping=slots,
+            kv_slots=kv_slots,
             row_seqs=seqs,
             context_lens=context_lens,
             masks=masks,
@@ -398,9 +398,9 @@ def cache_blocks(target: TargetInfo) -> int:
 
 
 def scratch_batch(rows: int, target: TargetInfo, *, seqs: int = 1, wants_logits: bool = True) -> ForwardBatch:
-    """Return rows that write to, and attend to, only the first slot of scratch.
+    """Return rows that write to, and attend to, only the first KV slot of scratch.
 
-    The other slots may hold anything.
+    The other KV slots may hold anything.
 
     Args:
         seqs: sequences of the rows; all but the first have one row.
@@ -411,7 +411,7 @@ def scratch_batch(rows: int, target: TargetInfo, *, seqs: int = 1, wants_logits:
     seq_of_row = np.maximum(np.arange(rows, dtype=np.int32) - (rows - seqs), 0)
     return replace(
         chain,
-        slot_mapping=np.full(rows, target.num_blocks * target.block_size, np.int32),
+        kv_slots=np.full(rows, target.num_blocks * target.block_size, np.int32),
         row_seqs=seq_of_row,
         context_lens=np.ones(rows, np.int32),
         tree_starts=np.zeros(seqs, np.int32),

@@ -122,7 +122,7 @@ class PromptRows:
         batch = ForwardBatch(
             token_ids=np.concatenate([piece.extension.sequence.tokens[piece.start : piece.stop] for piece in pieces]),
             positions=positions,
-            slot_mapping=tables[seqs, positions // size] * size + positions % size,
+            kv_slots=tables[seqs, positions // size] * size + positions % size,
             row_seqs=seqs,
             context_lens=positions + 1,
             masks=np.zeros((total, 1), np.uint64),

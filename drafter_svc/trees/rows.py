@@ -7,7 +7,8 @@ hold KV entries that this drafter wrote for other tokens, or none. Two facts are
   tokens, without a hole. A sequence is drafted for only if the range ends at its last token.
 - For each block that was written whole, a *key*: a digest of the salt and of all tokens from
   position 0 to the block's end. A sequence with the same prefix gets the same block from the
-  verifier and goes on from there. The key is cleared before a slot of the block is written again.
+  verifier and goes on from there. The key is cleared before a KV slot of the block is written
+  again.
 
 If something was missed (tokens, a generation, a block's change of owner), the valid range only gets
 shorter.
@@ -112,7 +113,7 @@ def sent_rows(request: DraftRequest, first: int = 0) -> list[SentRow]:
 
 
 class Extension(NamedTuple):
-    """KV entries to write: slots [start, stop) of a sequence, for row ``row`` of the request.
+    """KV entries to write: KV slots [start, stop) of a sequence, for row ``row`` of the request.
 
     ``first_hidden``: index of the hidden states for token ``start`` in ``DraftRequest.hidden``.
     """
@@ -130,7 +131,7 @@ class DraftRows:
     Args:
         first_position: the first KV slot that has an entry; 1 for a head.
         num_depths: number of modules, each fed by the one before; module j has no entry in the
-            first j slots of a valid range.
+            first j KV slots of a valid range.
         needs_hidden: whether an entry can be written only from the target's hidden states.
     """
 

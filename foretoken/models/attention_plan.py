@@ -23,8 +23,8 @@ class PackedMasks(NamedTuple):
     """The KV slots that each row of each sequence sees.
 
     Attributes:
-        bits: uint8 [bytes]; bit i % 8 of a sequence's byte i // 8, where i = row * length + slot,
-            is set if the row sees the logical KV slot.
+        bits: uint8 [bytes]; bit i % 8 of a sequence's byte i // 8, where i = row * length + logical
+            KV slot, is set if the row sees the KV slot.
         starts: int32 [seqs + 1]; first byte of each sequence.
     """
 
@@ -66,7 +66,7 @@ def planned_rows(batch: ForwardBatch, runs: Runs, block_size: int, most: int) ->
         ValueError: the batch has a context that does not begin at the first KV slot.
     """
     if batch.context_starts is not None and batch.context_starts.any():
-        raise ValueError("a plan reads every context from its first slot on")
+        raise ValueError("a plan reads every context from its first KV slot on")
     ends, is_stretch = _seen(batch)
     # Whether a row sees one KV slot more than the row before.
     follows = is_stretch.copy()
@@ -89,7 +89,7 @@ def planned_rows(batch: ForwardBatch, runs: Runs, block_size: int, most: int) ->
 def _seen(batch: ForwardBatch) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return the end of the KV slots that each row sees.
 
-    Also return whether the row sees all slots before that end.
+    Also return whether the row sees all KV slots before that end.
     """
     ends = batch.context_lens.astype(np.int64)
     is_stretch = np.ones(len(ends), np.bool_)
@@ -97,8 +97,8 @@ def _seen(batch: ForwardBatch) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     if len(rows):
         bits = _bits(batch.masks[rows])
         contexts = ends[rows, None]
-        slots = batch.tree_starts[batch.row_seqs[rows], None] + np.arange(bits.shape[1])
-        ends[rows] = np.where(bits, slots + 1, contexts).max(1)
+        kv_slots = batch.tree_starts[batch.row_seqs[rows], None] + np.arange(bits.shape[1])
+        ends[rows] = np.where(bits, kv_slots + 1, contexts).max(1)
         is_stretch[rows] = ends[rows] - contexts[:, 0] == bits.sum(1)
     return ends, is_stretch
 
@@ -150,13 +150,13 @@ def _packed(batch: ForwardBatch, first: int, row_starts: NDArray[np.int64], leng
     seq = np.repeat(np.arange(len(counts)), counts)
     contexts = batch.context_lens[rows].astype(np.int64)
     shared = np.minimum.reduceat(contexts, row_starts[:-1])
-    slots = shared[seq, None] + np.arange((lengths - shared).max())
-    node = slots - batch.tree_starts[batch.row_seqs[rows], None]
+    kv_slots = shared[seq, None] + np.arange((lengths - shared).max())
+    node = kv_slots - batch.tree_starts[batch.row_seqs[rows], None]
     bits = _bits(batch.masks[rows])
     on_path = np.take_along_axis(bits, node.clip(0, bits.shape[1] - 1), 1) & (node >= 0) & (node < bits.shape[1])
-    hidden = (slots >= contexts[:, None]) & ~on_path & (slots < lengths[seq, None])
+    hidden = (kv_slots >= contexts[:, None]) & ~on_path & (kv_slots < lengths[seq, None])
     row_bits = 8 * starts[seq].astype(np.int64) + (np.arange(len(seq)) - row_starts[seq]) * lengths[seq]
-    cleared = (row_bits[:, None] + slots)[hidden]
+    cleared = (row_bits[:, None] + kv_slots)[hidden]
     # Each bit occurs once, so subtracting it clears it, which is faster than masking.
     np.subtract.at(packed, cleared >> 3, (1 << (cleared & 7)).astype(np.uint8))
     return PackedMasks(packed, starts)

@@ -21,13 +21,13 @@ class ForwardBatch:
 
     A prefill row at position p has ``context_lens = p + 1`` and an empty mask. Node i of a tree
     whose root is at position p has ``context_lens = p``, ``tree_starts = p`` and the ancestor mask.
-    Logical KV slot s of a sequence is slot
+    Logical KV slot s of a sequence is KV slot
     ``block_tables[seq, s // block_size] * block_size + s % block_size`` of the cache.
 
     Attributes:
         token_ids: int32 [rows].
         positions: int32 [rows]; rotary positions.
-        slot_mapping: int32 [rows]; KV slot that the row's keys and values are written to.
+        kv_slots: int32 [rows]; KV slot that the row's keys and values are written to.
         row_seqs: int32 [rows]; index into ``block_tables``.
         context_lens: int32 [rows].
         masks: uint64 [rows, words].
@@ -41,7 +41,7 @@ class ForwardBatch:
 
     token_ids: Int32
     positions: Int32
-    slot_mapping: Int32
+    kv_slots: Int32
     row_seqs: Int32
     context_lens: Int32
     masks: NDArray[np.uint64]
@@ -67,7 +67,7 @@ def chain_batch(token_ids: Int32, first: int, block_size: int, logit_rows: Int32
     return ForwardBatch(
         token_ids=token_ids,
         positions=positions,
-        slot_mapping=positions.copy(),
+        kv_slots=positions.copy(),
         row_seqs=np.zeros(rows, np.int32),
         context_lens=positions + 1,
         masks=np.zeros((rows, 1), np.uint64),
@@ -90,7 +90,7 @@ def blank_batch(rows: int, seqs: int, blocks: int = 1, block_size: int = 1) -> F
     return ForwardBatch(
         token_ids=nothing,
         positions=nothing,
-        slot_mapping=nothing - 1,
+        kv_slots=nothing - 1,
         row_seqs=(np.arange(rows) * seqs // rows).astype(np.int32),
         context_lens=context_lens,
         masks=np.zeros((rows, 1), np.uint64),
@@ -113,7 +113,7 @@ def chains_batch(count: int, length: int, block_size: int, num_blocks: int) -> F
     return ForwardBatch(
         token_ids=np.zeros(rows, np.int32),
         positions=positions,
-        slot_mapping=blocks[seqs, positions // block_size] * block_size + positions % block_size,
+        kv_slots=blocks[seqs, positions // block_size] * block_size + positions % block_size,
         row_seqs=seqs,
         context_lens=positions + 1,
         masks=np.zeros((rows, 1), np.uint64),

@@ -15,9 +15,9 @@ from foretoken.models.batch import ForwardBatch
 from foretoken.models.pinned_buffers import PinnedBuffers
 
 # The KV slot of padding rows: no kernel writes to it.
-NO_SLOT = -1
+NO_KV_SLOT = -1
 # The arrays with a number for each row that a ForwardBatch also has.
-_ROW_ARRAYS = ("token_ids", "positions", "slot_mapping", "context_lens")
+_ROW_ARRAYS = ("token_ids", "positions", "kv_slots", "context_lens")
 # Prefix of the arrays' names that become PromptArrays.
 _PROMPT = "prompt_"
 
@@ -84,7 +84,7 @@ class DeviceArrays(NamedTuple):
 
     Attributes:
         masks: int64 [rows, words]; the bits of ForwardBatch.masks.
-        token_ids, positions, slot_mapping, context_lens: [rows]; padding rows have NO_SLOT.
+        token_ids, positions, kv_slots, context_lens: [rows]; padding rows have NO_KV_SLOT.
         logit_rows: [wanted].
         row_starts: [seqs + 1]; first row of each run; rows from the last element on are padding.
         tree_starts, context_starts: [seqs].
@@ -96,7 +96,7 @@ class DeviceArrays(NamedTuple):
     masks: torch.Tensor
     token_ids: torch.Tensor
     positions: torch.Tensor
-    slot_mapping: torch.Tensor
+    kv_slots: torch.Tensor
     context_lens: torch.Tensor
     logit_rows: torch.Tensor
     row_starts: torch.Tensor
@@ -120,7 +120,7 @@ class DeviceBatch:
             "masks": ((rows, mask_words), torch.int64),
             "token_ids": ((rows,), torch.int32),
             "positions": ((rows,), torch.int32),
-            "slot_mapping": ((rows,), torch.int32),
+            "kv_slots": ((rows,), torch.int32),
             "context_lens": ((rows,), torch.int32),
             "logit_rows": ((wanted,), torch.int32),
             **_run_sizes(seqs, max_blocks),
@@ -146,7 +146,7 @@ class DeviceBatch:
         host = self._pinned.host
         for name in ("masks", "token_ids", "positions", "context_lens", "tree_starts", "context_starts"):
             host[name][:] = 0
-        host["slot_mapping"][:] = NO_SLOT
+        host["kv_slots"][:] = NO_KV_SLOT
         host["logit_rows"][:] = np.arange(len(host["logit_rows"]), dtype=np.int32)
         host["row_starts"][:] = row_starts
         host["block_tables"][:] = 0
@@ -164,7 +164,7 @@ class DeviceBatch:
         masks[:rows, words:] = 0
         masks[:rows, :words] = batch.masks.view(np.int64)
         for name in _ROW_ARRAYS:
-            host[name][rows:] = NO_SLOT if name == "slot_mapping" else 0
+            host[name][rows:] = NO_KV_SLOT if name == "kv_slots" else 0
         host["logit_rows"][:wanted], host["logit_rows"][wanted:] = batch.logit_rows, 0
         self._fill(batch, runs, 0, "")
         self._pinned.send()

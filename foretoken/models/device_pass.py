@@ -230,13 +230,13 @@ class DevicePass:
             self._config.rms_norm_eps,
             self._cos_sin,
             arrays.positions,
-            arrays.slot_mapping,
+            arrays.kv_slots,
             *self._planes(attention),
             self._config.num_heads,
         )
 
     def _planes(self, attention: Attention) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values, [slots, num_kv_heads, head_dim] each."""
+        """Return keys and values, [num_kv_slots, num_kv_heads, head_dim] each."""
         keys, values = (plane.flatten(0, 1) for plane in self._cache.data[attention.plane])
         return keys, values
 

@@ -1,7 +1,7 @@
 """Draft heads that continue from a target's hidden states: EAGLE, EAGLE-2, EAGLE-3 and MTP.
 
 A head is one or more decoder layers. A row is fed the embedding of token i and the hidden state of
-position i - 1. Its KV entry is stored in KV slot i and rotated by position i, so slot 0 stays
+position i - 1. Its KV entry is stored in KV slot i and rotated by position i, so KV slot 0 stays
 empty. Heads are trained with the pair at position i - 1, which gives the same result: rotary
 embedding only counts distances.
 """
@@ -99,7 +99,7 @@ class DraftHead(Generic[Loaded]):
     def forward(
         self, batch: ForwardBatch, hidden: NDArray[np.float32], *, from_target: bool, depth: int = 0
     ) -> HeadOutput:
-        """Run one pass. It writes keys and values of module ``depth`` at ``batch.slot_mapping``.
+        """Run one pass. It writes keys and values of module ``depth`` at ``batch.kv_slots``.
 
         Args:
             batch: ``token_ids`` are the target's.

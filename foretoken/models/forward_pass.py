@@ -149,7 +149,7 @@ class ForwardPass:
         arrays = (
             batch.token_ids,
             batch.positions,
-            batch.slot_mapping,
+            batch.kv_slots,
             batch.row_seqs,
             batch.context_lens,
             batch.masks,

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-# NO_SLOT: a row that writes no KV entry. NO_NODE: token and parent of a row without a node; no
+# NO_KV_SLOT: a row that writes no KV entry. NO_NODE: token and parent of a row without a node; no
 # sampled token equals it.
-NO_SLOT = -1
+NO_KV_SLOT = -1
 NO_NODE = -2
 # Scores, which are logarithms of chances, are compared in steps of 1/SCORE_STEPS,
 # with so many bits: to some -16.
@@ -97,9 +97,9 @@ class StepRows(NamedTuple):
 
     Attributes:
         row_starts: [batch_rows + 1]; read. The host or ``share_rows`` writes it.
-        token_ids, positions, slot_mapping, context_lens: [rows].
+        token_ids, positions, kv_slots, context_lens: [rows].
         masks: int64 [rows, words]; bits of the node and its ancestors, without the root.
-        tree_starts: [batch_rows]; the root's logical KV slot; node i has the i-th slot after it.
+        tree_starts: [batch_rows]; the root's logical KV slot; node i has the i-th KV slot after it.
         row_seqs: [rows]; the batch row, or -1.
         tokens, parents: [rows]; NO_NODE (-2) where there is no node; no sampled token equals it.
         sample_positions: [batch_rows]; position of the token that is sampled at the root.
@@ -111,7 +111,7 @@ class StepRows(NamedTuple):
     row_starts: torch.Tensor
     token_ids: torch.Tensor
     positions: torch.Tensor
-    slot_mapping: torch.Tensor
+    kv_slots: torch.Tensor
     context_lens: torch.Tensor
     masks: torch.Tensor
     tree_starts: torch.Tensor

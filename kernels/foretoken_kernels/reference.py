@@ -1,7 +1,8 @@
 """Define every operation in plain PyTorch. Slow, but runs anywhere; kernels are tested against it.
 
 Arguments are flat tensors whose lengths give the sizes, so the same signatures work on a GPU.
-``slots`` counts the KV slots of all blocks; KV slot ``b * block_size + i`` is entry i of block b.
+``num_kv_slots`` counts the KV slots of all blocks; KV slot ``b * block_size + i`` is entry i of
+block b.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def rope_kv_write(
     epsilon: float,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    kv_slots: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
@@ -66,8 +67,8 @@ def rope_kv_write(
         bias: [num_heads + 2 * num_kv_heads, head_dim] or None.
         query_norm, key_norm: [head_dim] or None.
         cos_sin: as for rotate.
-        positions, slot_mapping: int32 [rows]; ``slot_mapping`` holds KV slots.
-        keys, values: [slots, num_kv_heads, head_dim]; written in place.
+        positions, kv_slots: int32 [rows]; ``kv_slots`` holds KV slots.
+        keys, values: [num_kv_slots, num_kv_heads, head_dim]; written in place.
 
     Returns:
         The rotated queries, [rows, num_heads, head_dim].
@@ -79,12 +80,12 @@ def rope_kv_write(
     query, key, value = torch.split_with_sizes(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if query_norm is not None and key_norm is not None:
         query, key = rms_norm(query, query_norm, epsilon), rms_norm(key, key_norm, epsilon)
-    keys[slot_mapping.long()] = rotate(key, cos_sin, positions).to(keys.dtype)
-    values[slot_mapping.long()] = value.to(values.dtype)
+    keys[kv_slots.long()] = rotate(key, cos_sin, positions).to(keys.dtype)
+    values[kv_slots.long()] = value.to(values.dtype)
     return rotate(query, cos_sin, positions)
 
 
-def path_slots(
+def path_kv_slots(
     context_start: int,
     context_len: int,
     mask: torch.Tensor,
@@ -94,8 +95,8 @@ def path_slots(
 ) -> torch.Tensor:
     """Return int64 [length]: the KV slots that one row attends to, in order of logical position.
 
-    These are the logical slots from ``context_start`` to before ``context_len``, then ``tree_start
-    + i`` for every set bit i of ``mask`` (uint64 [words]).
+    These are the logical KV slots from ``context_start`` to before ``context_len``, then
+    ``tree_start + i`` for every set bit i of ``mask`` (uint64 [words]).
     """
     bits = [(word >> i) & 1 for word in mask.view(torch.int64).tolist() for i in range(_MASK_BITS)]
     logical = [*range(context_start, context_len), *(tree_start + i for i, bit in enumerate(bits) if bit)]
@@ -118,12 +119,12 @@ def tree_attention(
 
     Args:
         query: [rows, num_heads, head_dim]; consecutive heads share a key head.
-        keys, values: [slots, num_kv_heads, head_dim].
+        keys, values: [num_kv_slots, num_kv_heads, head_dim].
         row_seqs, context_lens: int32 [rows].
         masks: uint64 [rows, words].
         tree_starts: int32 [seqs].
         block_tables: int32 [seqs, max_blocks].
-        context_starts: int32 [seqs]; logical slots before it are on no path.
+        context_starts: int32 [seqs]; logical KV slots before it are on no path.
 
     Returns:
         [rows, num_heads, head_dim].
@@ -133,20 +134,20 @@ def tree_attention(
     for row in range(len(query)):
         seq = int(row_seqs[row])
         context = int(context_starts[seq]), int(context_lens[row])
-        slots = path_slots(*context, masks[row], int(tree_starts[seq]), block_tables[seq], block_size)
-        key = keys[slots].to(query.dtype).repeat_interleave(group, dim=1)
-        value = values[slots].to(query.dtype).repeat_interleave(group, dim=1)
+        kv_slots = path_kv_slots(*context, masks[row], int(tree_starts[seq]), block_tables[seq], block_size)
+        key = keys[kv_slots].to(query.dtype).repeat_interleave(group, dim=1)
+        value = values[kv_slots].to(query.dtype).repeat_interleave(group, dim=1)
         scores = torch.einsum("hd,shd->hs", query[row], key) * query.shape[2] ** -0.5
         out[row] = torch.einsum("hs,shd->hd", scores.softmax(-1), value)
     return out
 
 
-def kv_commit(cache: torch.Tensor, src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:
-    """Copy KV slot ``src_slots[i]`` to ``dst_slots[i]`` in every plane in place, in ascending i.
+def kv_commit(cache: torch.Tensor, src_kv_slots: torch.Tensor, dst_kv_slots: torch.Tensor) -> None:
+    """Copy KV slots ``src_kv_slots`` to ``dst_kv_slots`` in place, one by one, in every plane.
 
     Args:
-        cache: [planes, slots, slot_size]; a plane is the keys or the values of one layer.
-        src_slots, dst_slots: int32 [moves].
+        cache: [planes, num_kv_slots, kv_slot_size]; a plane is the keys or the values of one layer.
+        src_kv_slots, dst_kv_slots: int32 [moves].
     """
-    for src, dst in zip(src_slots.tolist(), dst_slots.tolist(), strict=True):
+    for src, dst in zip(src_kv_slots.tolist(), dst_kv_slots.tolist(), strict=True):
         cache[:, dst] = cache[:, src]

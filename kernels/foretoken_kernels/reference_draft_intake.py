@@ -10,7 +10,7 @@ import torch
 
 from foretoken_kernels.gpu import draft_tree_state as state
 from foretoken_kernels.gpu.draft_intake_state import DraftBatchState, IntakeRows, TakenStep
-from foretoken_kernels.overlap_state import NO_SLOT, StepResults
+from foretoken_kernels.overlap_state import NO_KV_SLOT, StepResults
 
 
 def take_step(
@@ -21,13 +21,13 @@ def take_step(
     *,
     num_blocks: int,
     block_size: int,
-    num_slots: int,
+    num_kv_slots: int,
 ) -> None:
     """Define gpu.draft_intake.take_step."""
     most = results.new_tokens.shape[1]
     for tensor in (rows.token_ids, rows.positions, rows.context_lens, *taken):
         tensor.zero_()
-    rows.slot_mapping.fill_(NO_SLOT)
+    rows.kv_slots.fill_(NO_KV_SLOT)
     is_expected = int(results.stamp) == int(batch.number)
     for batch_row, wanted in enumerate(batch.max_nodes.tolist()):
         request, table = batch.requests[batch_row], batch.block_tables[batch_row].tolist()
@@ -42,15 +42,15 @@ def take_step(
         if not 0 < length <= num_blocks * block_size or length - count != int(request[state.LENGTH]):
             continue
         positions = range(length - count, length)
-        slots = [table[p // block_size] * block_size + p % block_size for p in positions]
-        if wanted > 0 and any(not 0 <= slot < num_slots for slot in slots):
+        kv_slots = [table[p // block_size] * block_size + p % block_size for p in positions]
+        if wanted > 0 and any(not 0 <= kv_slot < num_kv_slots for kv_slot in kv_slots):
             continue
         request[state.LENGTH] = length
         if wanted <= 0:
             continue
-        for j, (token, position, slot) in enumerate(zip(tokens, positions, slots, strict=True)):
+        for j, (token, position, kv_slot) in enumerate(zip(tokens, positions, kv_slots, strict=True)):
             rows.token_ids[first + j], rows.positions[first + j] = token, position
-            rows.slot_mapping[first + j], rows.context_lens[first + j] = slot, position + 1
+            rows.kv_slots[first + j], rows.context_lens[first + j] = kv_slot, position + 1
         rows.logit_rows[batch_row], taken.is_written[batch_row] = first + count - 1, 1
         request[state.MAX_NODES] = min(wanted, max(int(results.num_left[batch_row]), 0))
 

@@ -28,7 +28,7 @@ class _Request(NamedTuple):
     max_depth: int
     max_branches: int
     choice_index: int
-    first_slot: int
+    first_kv_slot: int
     root_token: int
     seed_words: tuple[int, int]
     temperature: float
@@ -45,7 +45,7 @@ def _request(trees: DraftTrees, tree: int) -> _Request:
         max_depth=min(row[state.MAX_DEPTH], row[state.MAX_NODES] - 1),
         max_branches=max(min(row[state.MAX_BRANCHES], trees.max_branches), 0),
         choice_index=row[state.CHOICE_INDEX],
-        first_slot=row[state.FIRST_SLOT],
+        first_kv_slot=row[state.FIRST_KV_SLOT],
         root_token=row[state.ROOT_TOKEN],
         seed_words=(row[state.SEED_LOW] & _WORD, row[state.SEED_HIGH] & _WORD),
         temperature=_float32(row[state.TEMPERATURE]),
@@ -168,8 +168,8 @@ def choose_beams(
     block_size: int,
     beams: DraftBeams,
     *,
-    num_slots: int,
-    scratch_slot: int,
+    num_kv_slots: int,
+    scratch_kv_slot: int,
     first_depth: int = 0,
 ) -> None:
     """Define gpu.draft_tree.choose_beams: run the best candidates that a tree has room for."""
@@ -197,14 +197,14 @@ def choose_beams(
                 if level > 1:
                     mask |= int(trees.masks[tree, int(trees.fed_counts[tree, level - 1]) + parent]) % 2**64
                 trees.masks[tree, number] = _signed(mask)
-            slot = -1
-            entry = (request.first_slot + number) // block_size
+            kv_slot = -1
+            entry = (request.first_kv_slot + number) // block_size
             if is_run and entry < block_tables.shape[1]:
-                slot = int(block_tables[tree, entry]) * block_size + (request.first_slot + number) % block_size
+                kv_slot = int(block_tables[tree, entry]) * block_size + (request.first_kv_slot + number) % block_size
             trees.beam_nodes[tree, (level - 1) * branches + beam] = node
             beams.token_ids[row] = trees.tokens[tree, node] if is_run else 0
             beams.positions[row] = request.length - 1 + level if is_run else 0
-            beams.slot_mapping[row] = slot if 0 <= slot < num_slots else scratch_slot
+            beams.kv_slots[row] = kv_slot if 0 <= kv_slot < num_kv_slots else scratch_kv_slot
             beams.context_lens[row] = request.length if is_run else 0
             beams.masks[row, 0] = _signed(mask >> above << above)
             beams.sources[row] = tree if level == 1 else tree * branches + parent

@@ -7,8 +7,8 @@ import torch
 from foretoken_kernels.overlap_state import (
     FAIRNESS,
     MOST_FAIRNESS,
+    NO_KV_SLOT,
     NO_NODE,
-    NO_SLOT,
     RATE_STEPS,
     RATE_TRUST,
     SCORE_BITS,
@@ -110,7 +110,7 @@ def lay_out_rows_reference(
             row = start + i
             if i >= count:
                 rows.token_ids[row], rows.positions[row], rows.context_lens[row] = 0, 0, 0
-                rows.slot_mapping[row], rows.row_seqs[row] = NO_SLOT, -1
+                rows.kv_slots[row], rows.row_seqs[row] = NO_KV_SLOT, -1
                 rows.tokens[row] = rows.parents[row] = NO_NODE
                 rows.masks[row] = 0
                 continue
@@ -120,7 +120,7 @@ def lay_out_rows_reference(
             rows.token_ids[row] = rows.tokens[row] = tokens[i] if i else int(batch.last_tokens[batch_row])
             rows.parents[row] = parents[i] if i else -1
             rows.positions[row] = length - 1 + len(ancestors[i])
-            rows.slot_mapping[row] = block * block_size + logical % block_size if block >= 0 else NO_SLOT
+            rows.kv_slots[row] = block * block_size + logical % block_size if block >= 0 else NO_KV_SLOT
             rows.context_lens[row] = length
             rows.row_seqs[row] = batch_row
             for word in range(rows.masks.shape[1]):

@@ -62,7 +62,7 @@ def prompt(tokens: list[int], seq_blocks: list[int], first: int = 0) -> dict[str
     return {
         "token_ids": np.array(tokens, np.int32),
         "positions": positions,
-        "slot_mapping": table[positions // BLOCK] * BLOCK + positions % BLOCK,
+        "kv_slots": table[positions // BLOCK] * BLOCK + positions % BLOCK,
         "context_lens": positions + 1,
         "masks": np.zeros((len(tokens), 1), np.uint64),
     }
@@ -78,7 +78,7 @@ def tree(tokens: list[int], parents: list[int], seq_blocks: list[int], root: int
     return {
         "token_ids": np.array(tokens, np.int32),
         "positions": root + depths(parent_ids),
-        "slot_mapping": table[logical // BLOCK] * BLOCK + logical % BLOCK,
+        "kv_slots": table[logical // BLOCK] * BLOCK + logical % BLOCK,
         "context_lens": np.full(len(tokens), root + 1, np.int32),
         "masks": masks,
     }

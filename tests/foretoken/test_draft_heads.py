@@ -55,24 +55,24 @@ class PagedHead:
         self.table = np.random.default_rng(3).permutation(NUM_BLOCKS).astype(np.int32)
 
     def run(
-        self, tokens: np.ndarray, slots: np.ndarray, contexts: np.ndarray, masks: np.ndarray, states: torch.Tensor, *,
-        from_target: bool, depth: int = 0, **options: Any,
+        self, tokens: np.ndarray, kv_slots: np.ndarray, contexts: np.ndarray, masks: np.ndarray, states: torch.Tensor,
+        *, from_target: bool, depth: int = 0, **options: Any,
     ) -> HeadOutput:  # fmt: skip
         given = np.ascontiguousarray(states.numpy(), np.float32)
-        batch = self.batch(tokens, slots, contexts, masks, **options)
+        batch = self.batch(tokens, kv_slots, contexts, masks, **options)
         found = self.head.forward(batch, given, from_target=from_target, depth=depth)
         return HeadOutput(found.logits.clone(), found.hidden.clone())
 
     def batch(
-        self, tokens: np.ndarray, slots: np.ndarray, contexts: np.ndarray, masks: np.ndarray, *,
+        self, tokens: np.ndarray, kv_slots: np.ndarray, contexts: np.ndarray, masks: np.ndarray, *,
         positions: np.ndarray | None = None, tree_start: int = 0, start: int = 1, wanted: int | None = None,
     ) -> ForwardBatch:  # fmt: skip
         """Return a batch. ``wanted``: how many last rows want logits; by default all."""
         rows = len(tokens)
         return ForwardBatch(
             token_ids=tokens.astype(np.int32),
-            positions=(slots if positions is None else positions).astype(np.int32),
-            slot_mapping=(self.table[slots // BLOCK_SIZE] * BLOCK_SIZE + slots % BLOCK_SIZE).astype(np.int32),
+            positions=(kv_slots if positions is None else positions).astype(np.int32),
+            kv_slots=(self.table[kv_slots // BLOCK_SIZE] * BLOCK_SIZE + kv_slots % BLOCK_SIZE).astype(np.int32),
             row_seqs=np.zeros(rows, np.int32),
             context_lens=contexts.astype(np.int32),
             masks=masks,
@@ -87,10 +87,10 @@ class PagedHead:
         start: int = 1, from_target: bool, depth: int = 0, wanted: int | None = None,
     ) -> HeadOutput:  # fmt: skip
         """Write the entries of ``tokens`` from KV slot ``first`` on."""
-        slots = np.arange(first, first + len(tokens))
+        kv_slots = np.arange(first, first + len(tokens))
         masks = np.zeros((len(tokens), 1), np.uint64)
         options = {"start": start, "depth": depth, "wanted": wanted}
-        return self.run(tokens, slots, slots + 1, masks, states, from_target=from_target, **options)
+        return self.run(tokens, kv_slots, kv_slots + 1, masks, states, from_target=from_target, **options)
 
 
 @dataclass
@@ -172,8 +172,8 @@ def check_entries(case: Case, *, has_several_layers: bool = False) -> None:
         assert write_kv_entries is None
         return
     assert write_kv_entries is not None
-    slots = np.arange(1, PROMPT)
-    batch = ours.batch(case.tokens[1:], slots, slots + 1, np.zeros((len(slots), 1), np.uint64), wanted=0)
+    kv_slots = np.arange(1, PROMPT)
+    batch = ours.batch(case.tokens[1:], kv_slots, kv_slots + 1, np.zeros((len(kv_slots), 1), np.uint64), wanted=0)
     write_kv_entries(batch, np.ascontiguousarray(case.states[:-1].numpy(), np.float32))
     assert expected.any() and torch.equal(head.cache.data, expected)
 

@@ -113,7 +113,7 @@ def test_prompts_and_others_in_turns_are_one_plan(device: str) -> None:
 
 def test_a_context_that_begins_late_is_refused(device: str) -> None:
     batch = forward_batch(case([prefill(8, 3, context_start=2)], HEADS, 4, device))
-    with pytest.raises(ValueError, match="first slot"):
+    with pytest.raises(ValueError, match="first KV slot"):
         planned_rows(batch, runs_of(batch), 4, 4)
 
 

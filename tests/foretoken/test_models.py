@@ -137,7 +137,7 @@ class Paged:
         self.tables = order[: num_seqs * each].reshape(num_seqs, each)
         self.block_size = block_size
 
-    def slots(self, seq: int, logical: np.ndarray) -> np.ndarray:
+    def kv_slots(self, seq: int, logical: np.ndarray) -> np.ndarray:
         return (self.tables[seq][logical // self.block_size] * self.block_size + logical % self.block_size).astype(
             np.int32
         )
@@ -169,7 +169,7 @@ class Paged:
         return ForwardBatch(
             token_ids=np.array(tokens, np.int32),
             positions=np.ascontiguousarray(positions, np.int32),
-            slot_mapping=self.slots(seq, logical),
+            kv_slots=self.kv_slots(seq, logical),
             row_seqs=np.full(rows, seq, np.int32),
             context_lens=contexts,
             masks=masks,
@@ -185,7 +185,7 @@ def merged(*batches: ForwardBatch) -> ForwardBatch:
     words = max(batch.masks.shape[1] for batch in batches)
     join = {
         name: np.concatenate([getattr(batch, name) for batch in batches])
-        for name in ("token_ids", "positions", "slot_mapping", "row_seqs", "context_lens")
+        for name in ("token_ids", "positions", "kv_slots", "row_seqs", "context_lens")
     }
     return ForwardBatch(
         **join,

@@ -139,7 +139,7 @@ def test_a_hidden_state_that_is_not_there(llama: HostLlama, layer: int) -> None:
         llama.forward(Paged(1).prefill(0, some_tokens(3), 0, 3), (layer,))
 
 
-def test_slots_before_the_start_of_a_context_are_not_read(llama: HostLlama) -> None:
+def test_kv_slots_before_the_start_of_a_context_are_not_read(llama: HostLlama) -> None:
     tokens, paged = some_tokens(40), Paged(1)
     batch = paged.prefill(0, tokens, 11, 40)
     fields = {name: getattr(batch, name) for name in batch.__slots__}

@@ -24,7 +24,7 @@ CASES = (
     "test_gpu_exact_sizes.py",
     "test_gpu_tree_attention.py::test_garbage_makes_no_illegal_address",
     "test_gpu_strict_attention.py::test_garbage_makes_no_illegal_address",
-    "test_gpu_kv_commit.py::test_slots_of_several_pieces",
+    "test_gpu_kv_commit.py::test_kv_slots_of_several_pieces",
     "test_gpu_kv_commit.py::test_moves_from_or_to_nowhere_are_left_out",
     "test_gpu_walk.py::test_steps_commit_what_the_verifier_commits[0]",
     "test_gpu_walk.py::test_garbage_stays_inside_its_tensors",
@@ -35,7 +35,7 @@ CASES = (
     "test_gpu_overlap.py::test_results[0]",
     "test_gpu_overlap.py::test_a_forced_walk[2.5]",
     "test_gpu_draft_intake.py",
-    "test_gpu_draft_tree.py::test_slots_outside_the_cache_become_the_scratch_slot",
+    "test_gpu_draft_tree.py::test_kv_slots_outside_the_cache_become_the_scratch_kv_slot",
 )
 
 

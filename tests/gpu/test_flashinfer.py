@@ -88,7 +88,7 @@ def mixed_batch() -> ForwardBatch:
     return ForwardBatch(
         token_ids=np.concatenate([nodes + 7, prompt.token_ids]),
         positions=np.concatenate([root + depths(tail), prompt.positions]),
-        slot_mapping=np.concatenate([root + nodes, own * BLOCK + prompt.positions]),
+        kv_slots=np.concatenate([root + nodes, own * BLOCK + prompt.positions]),
         row_seqs=np.repeat(np.arange(2, dtype=np.int32), (len(tail), CHUNK)),
         context_lens=np.concatenate([np.full(len(tail), root + 1, np.int32), prompt.context_lens]),
         masks=np.concatenate([masks, prompt.masks]),

@@ -80,8 +80,10 @@ class Case:
         visible = torch.where(logical < tree_start, False, on_path) | (logical < lens[:, None])
         seen = visible.any(0)
         logical, visible = logical[seen], visible[:, seen]
-        slots = self.block_tables[seq, logical // self.block_size].long() * self.block_size + logical % self.block_size
-        keys, values = (plane[slots].float().transpose(0, 1) for plane in (self.keys, self.values))
+        kv_slots = (
+            self.block_tables[seq, logical // self.block_size].long() * self.block_size + logical % self.block_size
+        )
+        keys, values = (plane[kv_slots].float().transpose(0, 1) for plane in (self.keys, self.values))
         # [key heads, rows * query heads of one, head_dim]
         query = self.query[first:end].float().unflatten(1, (keys.shape[0], -1)).transpose(0, 1).flatten(1, 2)
         scores = (query @ keys.mT * query.shape[2] ** -0.5).unflatten(1, (end - first, -1))
@@ -154,23 +156,23 @@ def case(  # noqa: PLR0913 - a kernel's arguments
 
     used = []
     for rows in seqs:
-        slots = set(range(rows.context_start, max(context for context, _ in rows.rows)))
+        kv_slots = set(range(rows.context_start, max(context for context, _ in rows.rows)))
         for _, mask in rows.rows:
-            slots |= {rows.tree_start + i for i in range(mask.bit_length()) if mask >> i & 1}
-        used.append(sorted(slots))
-    blocks = [max(slots, default=-1) // block_size + 1 for slots in used]
+            kv_slots |= {rows.tree_start + i for i in range(mask.bit_length()) if mask >> i & 1}
+        used.append(sorted(kv_slots))
+    blocks = [max(kv_slots, default=-1) // block_size + 1 for kv_slots in used]
     total = sum(blocks) + slack
     order = torch.randperm(total, generator=generator, device=device)
     tables = torch.full((len(seqs), max(blocks) + 2), 2**31 - 1, device=device)
     keys, values = torch.full((2, total * block_size, num_kv_heads, head_dim), torch.nan, device=device)
     taken = 0
-    for seq, (slots, count) in enumerate(zip(used, blocks, strict=True)):
+    for seq, (kv_slots, count) in enumerate(zip(used, blocks, strict=True)):
         tables[seq, :count] = order[taken : taken + count]
         taken += count
-        logical = torch.tensor(slots, dtype=torch.int64, device=device)
+        logical = torch.tensor(kv_slots, dtype=torch.int64, device=device)
         where = tables[seq, logical // block_size] * block_size + logical % block_size
-        keys[where] = noise(len(slots), num_kv_heads, head_dim)
-        values[where] = noise(len(slots), num_kv_heads, head_dim)
+        keys[where] = noise(len(kv_slots), num_kv_heads, head_dim)
+        values[where] = noise(len(kv_slots), num_kv_heads, head_dim)
     rows = sum(len(s.rows) for s in seqs)
     # A view into wider rows, as queries are a view into the product with the stacked weights.
     wide = noise(rows + padding, num_heads + 2 * num_kv_heads, head_dim)

@@ -29,7 +29,7 @@ def compile_all() -> None:
         (
             "num_rows",
             "max_blocks",
-            "num_slots",
+            "num_kv_slots",
             "drafted_stride",
             "found_stride",
             "table_stride",

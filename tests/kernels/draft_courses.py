@@ -16,8 +16,8 @@ from foretoken_kernels.gpu import draft_tree_state as state
 
 BLOCK = 16
 SCALE = 0.8
-NUM_SLOTS = 4096
-SCRATCH = NUM_SLOTS - 1
+NUM_KV_SLOTS = 4096
+SCRATCH = NUM_KV_SLOTS - 1
 
 
 @dataclass
@@ -63,7 +63,7 @@ def set_requests(trees: state.DraftTrees, tree_requests: list[TreeRequest]) -> N
         rows[tree, state.LENGTH] = request.length
         rows[tree, state.MAX_NODES], rows[tree, state.MAX_DEPTH] = request.max_nodes, request.max_depth
         rows[tree, state.MAX_BRANCHES], rows[tree, state.CHOICE_INDEX] = request.max_branches, request.choice
-        rows[tree, state.FIRST_SLOT] = -(-request.length // BLOCK) * BLOCK
+        rows[tree, state.FIRST_KV_SLOT] = -(-request.length // BLOCK) * BLOCK
         rows[tree, state.ROOT_TOKEN] = 100 + tree
         seed = np.array([request.seed], np.uint64).view(np.int32)
         rows[tree, state.SEED_LOW], rows[tree, state.SEED_HIGH] = seed
@@ -149,7 +149,14 @@ class Course:
         for level in range(1, self.depth):
             first_depth = min(level, self.modules - 1)
             functions.choose_beams(
-                trees, level, tables, BLOCK, beams, num_slots=NUM_SLOTS, scratch_slot=SCRATCH, first_depth=first_depth
+                trees,
+                level,
+                tables,
+                BLOCK,
+                beams,
+                num_kv_slots=NUM_KV_SLOTS,
+                scratch_kv_slot=SCRATCH,
+                first_depth=first_depth,
             )
             levels.append(state.DraftBeams(*(tensor.clone().cpu() for tensor in beams)))
             states = self.head.step(states[beams.sources.cpu().long()], beams.token_ids.cpu())
@@ -168,7 +175,7 @@ class Course:
             trees.shapes[tree] = (request.length, request.max_nodes, depth, branches, request.choice, request.top_k)
             trees.filters[tree] = (request.temperature, request.top_p, request.min_p)
             trees.seeds[tree] = request.seed
-            trees.counts[tree, cpu.FIRST_SLOT] = -(-request.length // BLOCK) * BLOCK
+            trees.counts[tree, cpu.FIRST_KV_SLOT] = -(-request.length // BLOCK) * BLOCK
         target_ids = np.empty(0, np.int32) if self.target_ids is None else self.target_ids.numpy()
         rows = np.array(
             [i for i, w in enumerate(self.tree_requests) if min(w.max_nodes - 1, w.max_depth) > 0], np.int32
@@ -218,7 +225,7 @@ class Course:
                 run = level.context_lens > 0
                 assert level.token_ids[run].tolist() == of_cpu.token_ids.tolist()
                 assert level.positions[run].tolist() == of_cpu.positions.tolist()
-                assert level.slot_mapping[run].tolist() == of_cpu.slots.tolist()
+                assert level.kv_slots[run].tolist() == of_cpu.kv_slots.tolist()
                 assert level.context_lens[run].tolist() == of_cpu.context_lens.tolist()
                 assert level.masks[run].tolist() == of_cpu.masks.astype(np.int64).tolist()
                 assert (run.nonzero()[:, 0] // self.branches).tolist() == of_cpu.rows.tolist()

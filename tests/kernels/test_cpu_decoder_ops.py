@@ -194,14 +194,14 @@ def test_rms_norm_between_columns_of_wider_rows() -> None:
 @pytest.mark.parametrize("dtype", BITS)
 def test_rope_kv_write(bias: bool, norm: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
-    rows, num_heads, num_kv_heads, head_dim, slots = 7, 4, 2, 32, 20
+    rows, num_heads, num_kv_heads, head_dim, num_kv_slots = 7, 4, 2, 32, 20
     heads = num_heads + 2 * num_kv_heads
     qkv, bias_values = torch.randn(rows, heads, head_dim), torch.randn(heads, head_dim)
     query_norm, key_norm = torch.randn(head_dim), torch.randn(head_dim)
     cos_sin = torch.randn(50, 2, head_dim // 2)
     positions = np.array([0, 1, 2, 9, 49, 3, 3], np.int32)
-    slot_mapping = np.array([19, 0, 5, 6, 7, 2, 11], np.int32)
-    keys, values = torch.zeros(2, slots, num_kv_heads, head_dim, dtype=dtype)
+    kv_slots = np.array([19, 0, 5, 6, 7, 2, 11], np.int32)
+    keys, values = torch.zeros(2, num_kv_slots, num_kv_heads, head_dim, dtype=dtype)
     expected_keys, expected_values = keys.clone(), values.clone()
     queries = reference.rope_kv_write(
         qkv,
@@ -211,7 +211,7 @@ def test_rope_kv_write(bias: bool, norm: bool, dtype: torch.dtype) -> None:
         1e-6,
         cos_sin,
         torch.from_numpy(positions),
-        torch.from_numpy(slot_mapping),
+        torch.from_numpy(kv_slots),
         expected_keys,
         expected_values,
     )
@@ -219,7 +219,7 @@ def test_rope_kv_write(bias: bool, norm: bool, dtype: torch.dtype) -> None:
     for thread in range(3):
         rope_kv_write(
             (num_heads, num_kv_heads, head_dim),
-            (rows, positions, slot_mapping),
+            (rows, positions, kv_slots),
             qkv.view(-1).numpy(),
             weights,
             cos_sin.view(-1).numpy(),
@@ -265,7 +265,7 @@ def test_kv_commit(moves: list[tuple[int, int]]) -> None:
 
 
 def test_kv_commit_of_a_path_by_hand() -> None:
-    """Path 0 -> 2 -> 3 of a tree at slots 5.. becomes slots 5, 6, 7."""
+    """Path 0 -> 2 -> 3 of a tree at KV slots 5.. becomes KV slots 5, 6, 7."""
     cache = np.arange(10, dtype=np.float32).reshape(1, 10, 1)
     kv_commit(cache, np.array([5, 7, 8], np.int32), np.array([5, 6, 7], np.int32))
     assert cache.reshape(-1).tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 8, 9]
@@ -275,7 +275,7 @@ def batch_arrays() -> dict[str, np.ndarray]:
     return {
         "token_ids": np.array([3, 4, 5], np.int32),
         "positions": np.array([4, 5, 5], np.int32),
-        "slot_mapping": np.array([8, 9, 10], np.int32),
+        "kv_slots": np.array([8, 9, 10], np.int32),
         "row_seqs": np.zeros(3, np.int32),
         "context_lens": np.full(3, 4, np.int32),
         "masks": ancestor_mask(np.array([-1, 0, 0], np.int32)),
@@ -300,7 +300,7 @@ def test_longest_path() -> None:
         ("token_ids", 1, 6),
         ("token_ids", 1, -1),
         ("positions", 1, 6),
-        ("slot_mapping", 1, 12),
+        ("kv_slots", 1, 12),
         ("row_seqs", 1, 1),
         ("context_lens", 1, 13),
         ("context_lens", 1, -1),

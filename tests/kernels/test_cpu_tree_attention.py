@@ -137,10 +137,10 @@ def random_tensors(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     num_heads, num_kv_heads, head_dim = heads
     generator = torch.Generator().manual_seed(seed)
-    slots = rows.block_tables.size * block_size
+    num_kv_slots = rows.block_tables.size * block_size
     query = 2 * torch.randn(len(rows.row_seqs), num_heads, head_dim, generator=generator)
-    keys = torch.randn(slots, num_kv_heads, head_dim, generator=generator)
-    return query, keys, torch.randn(slots, num_kv_heads, head_dim, generator=generator)
+    keys = torch.randn(num_kv_slots, num_kv_heads, head_dim, generator=generator)
+    return query, keys, torch.randn(num_kv_slots, num_kv_heads, head_dim, generator=generator)
 
 
 @settings(max_examples=40)
@@ -184,7 +184,7 @@ def test_a_tree_node_has_the_bits_of_its_path_as_plain_text() -> None:
 
 
 @pytest.mark.parametrize("start", [1, 5, 16, 37])
-def test_slots_before_the_start_of_a_context_are_invisible_and_shift_nothing(start: int) -> None:
+def test_kv_slots_before_the_start_of_a_context_are_invisible_and_shift_nothing(start: int) -> None:
     """A text without its missing part gives the same result, for a tree and a prefill chunk."""
     parents = np.array([-1, 0, 0, 1, 2], np.int32)
     table = np.arange(8, dtype=np.int32)[None]

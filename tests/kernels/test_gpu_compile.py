@@ -73,7 +73,7 @@ CASES: dict[str, list[Case]] = {
         for depths in (1, 8, 16)
     ]
     + [
-        ("_copy_slots", "*bf16 *i32 *i32 i32 i32 i32:16 i64:16 i32:16", {"BLOCK": 1024}, {"num_warps": 4}),
+        ("_copy_kv_slots", "*bf16 *i32 *i32 i32 i32 i32:16 i64:16 i32:16", {"BLOCK": 1024}, {"num_warps": 4}),
     ],
 }
 CASES["draft_intake"] = [

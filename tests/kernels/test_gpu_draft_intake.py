@@ -12,7 +12,7 @@ from foretoken_kernels.gpu import draft_tree_state as state
 from foretoken_kernels.gpu.draft_intake_state import NO_LENGTH, DraftBatchState, IntakeRows, TakenStep
 from foretoken_kernels.overlap_state import StepResults
 
-BLOCK, BLOCKS, SLOTS = 4, 6, 160
+BLOCK, BLOCKS, KV_SLOTS = 4, 6, 160
 BATCH_ROWS, TOKENS = 5, 3
 NUMBER = 7
 
@@ -37,7 +37,7 @@ class Intake:
         )
         requests = torch.randint(0, 9, (BATCH_ROWS, state.NUM_COLUMNS), generator=generator, dtype=torch.int32)
         requests[:, state.LENGTH] = before
-        tables = torch.randperm(SLOTS // BLOCK, generator=generator)[: BATCH_ROWS * (BLOCKS + 1)].int()
+        tables = torch.randperm(KV_SLOTS // BLOCK, generator=generator)[: BATCH_ROWS * (BLOCKS + 1)].int()
         self.batch = DraftBatchState(
             number=torch.tensor([NUMBER], dtype=torch.int32),
             max_nodes=torch.full((BATCH_ROWS,), 8, dtype=torch.int32),
@@ -56,7 +56,7 @@ class Intake:
         taken = TakenStep(garbage(BATCH_ROWS), garbage(BATCH_ROWS), garbage(BATCH_ROWS), garbage(BATCH_ROWS, TOKENS))
         results = StepResults(*(tensor.to(device) for tensor in self.results))
         batch = DraftBatchState(*(tensor.clone().to(device) for tensor in self.batch))
-        functions.take_step(results, batch, rows, taken, num_blocks=BLOCKS, block_size=BLOCK, num_slots=SLOTS)
+        functions.take_step(results, batch, rows, taken, num_blocks=BLOCKS, block_size=BLOCK, num_kv_slots=KV_SLOTS)
         return (
             IntakeRows(*(tensor.cpu() for tensor in rows)),
             TakenStep(*(tensor.cpu() for tensor in taken)),
@@ -80,11 +80,11 @@ def test_a_step_becomes_rows_and_wishes(device: str) -> None:
     # Batch row 1 has 5 tokens, and three new ones at positions 5, 6 and 7.
     table = intake.batch.block_tables[1].tolist()
     assert rows.positions[3:6].tolist() == [5, 6, 7]
-    assert rows.slot_mapping[3:6].tolist() == [table[1] * BLOCK + i for i in (1, 2, 3)]
+    assert rows.kv_slots[3:6].tolist() == [table[1] * BLOCK + i for i in (1, 2, 3)]
     assert rows.context_lens[3:6].tolist() == [6, 7, 8]
     assert rows.token_ids[3:6].tolist() == intake.results.new_tokens[1].tolist()
     # Batch row 0 has one new token.
-    assert rows.slot_mapping[1:3].tolist() == [-1, -1] and rows.context_lens[:3].tolist() == [5, 0, 0]
+    assert rows.kv_slots[1:3].tolist() == [-1, -1] and rows.context_lens[:3].tolist() == [5, 0, 0]
     assert rows.logit_rows.tolist() == [0, 5, 7, 11, 12]
     assert requests[:, state.MAX_NODES].tolist() == [8, 4, 0, 1, 0]
     assert requests[:, state.LENGTH].tolist() == [5, 8, 8, 10, 8]
@@ -98,7 +98,7 @@ def test_a_sequence_that_only_reports(device: str) -> None:
     intake.batch.block_tables[1] = -1
     intake.batch.max_nodes[2], intake.batch.requests[2, state.LENGTH] = 0, NO_LENGTH
     rows, taken, requests = intake.check(device)
-    assert rows.slot_mapping[3:9].tolist() == [-1] * 6
+    assert rows.kv_slots[3:9].tolist() == [-1] * 6
     assert taken.counts.tolist() == [1, 3, 2, 3, 0] and taken.is_written.tolist() == [1, 0, 0, 1, 0]
     assert requests[1:3, state.LENGTH].tolist() == [8, NO_LENGTH]
     assert requests[2, state.ROOT_TOKEN] == intake.results.new_tokens[2, 1]
@@ -108,7 +108,7 @@ def test_another_step_is_not_taken(device: str) -> None:
     intake = Intake()
     intake.results.stamp.fill_(NUMBER + 1)
     rows, taken, requests = intake.check(device)
-    assert not taken.counts.any() and (rows.slot_mapping == -1).all() and not rows.context_lens.any()
+    assert not taken.counts.any() and (rows.kv_slots == -1).all() and not rows.context_lens.any()
     assert not requests[:, state.MAX_NODES].any()
     kept = [state.LENGTH, state.ROOT_TOKEN]
     assert requests[:, kept].tolist() == intake.batch.requests[:, kept].tolist()
@@ -117,7 +117,7 @@ def test_another_step_is_not_taken(device: str) -> None:
 def test_a_missing_block_ends_the_drafts(device: str) -> None:
     intake = Intake()
     intake.batch.block_tables[1, 1] = -1
-    intake.batch.block_tables[3, 2] = SLOTS // BLOCK
+    intake.batch.block_tables[3, 2] = KV_SLOTS // BLOCK
     _, taken, requests = intake.check(device)
     assert taken.is_written.tolist() == [1, 0, 1, 0, 0]
     assert requests[[1, 3], state.LENGTH].tolist() == [5, 7]
@@ -134,7 +134,7 @@ def test_memory_may_hold_anything(device: str, seed: int) -> None:
         bad = extremes[torch.randint(0, len(extremes), tensor.shape, generator=generator)]
         tensor.copy_(torch.where(is_bad, bad, tensor))
     rows, _, _ = intake.check(device)
-    assert ((rows.slot_mapping >= -1) & (rows.slot_mapping < SLOTS)).all()
+    assert ((rows.kv_slots >= -1) & (rows.kv_slots < KV_SLOTS)).all()
     firsts = torch.arange(BATCH_ROWS) * TOKENS
     assert ((rows.logit_rows >= firsts) & (rows.logit_rows < firsts + TOKENS)).all()
 

@@ -14,7 +14,7 @@ from foretoken_kernels.gpu import draft_tree_state as state
 
 from tests.kernels.draft_courses import (
     BLOCK,
-    NUM_SLOTS,
+    NUM_KV_SLOTS,
     SCALE,
     SCRATCH,
     Course,
@@ -192,7 +192,7 @@ def test_trees_that_want_nothing(device: str) -> None:
     assert (out.parents == -1).all() and (out.tokens[:, 1:] == 0).all()
     _, levels, _ = course.run(gpu, device)
     for beams in levels:
-        assert (beams.slot_mapping == SCRATCH).all() and (beams.context_lens == 0).all()
+        assert (beams.kv_slots == SCRATCH).all() and (beams.context_lens == 0).all()
         assert (beams.masks == 0).all()
         assert beams.row_starts.tolist() == [0, 8, 16, 24, 32]
 
@@ -205,16 +205,16 @@ def test_masks_of_several_modules(device: str, modules: int) -> None:
     )
 
 
-def test_slots_outside_the_cache_become_the_scratch_slot(device: str) -> None:
+def test_kv_slots_outside_the_cache_become_the_scratch_kv_slot(device: str) -> None:
     course = Course([TreeRequest(12, 4, 2, length=16)] * 5, branches=2, depth=2, head=Head(50))
     trees, beams = state.new_draft_trees(5, 2, 2, device), state.new_draft_beams(5, 2, device)
     set_requests(trees, course.tree_requests)
-    trees.requests[4, state.FIRST_SLOT] = 2**20
+    trees.requests[4, state.FIRST_KV_SLOT] = 2**20
     logits = course.head.table[:5].to(device)
     gpu.offer_children(trees, logits, 0, gpu.offer_workspace(5, 2, 50, device), vocab_limit=50)
-    tables = torch.tensor([[0, 3], [0, -1], [0, 2**31 - 1], [0, NUM_SLOTS // BLOCK], [0, 0]], dtype=torch.int32)
-    gpu.choose_beams(trees, 1, tables.to(device), BLOCK, beams, num_slots=NUM_SLOTS, scratch_slot=SCRATCH)
-    assert beams.slot_mapping.tolist() == [48, 49] + [SCRATCH] * 8
+    tables = torch.tensor([[0, 3], [0, -1], [0, 2**31 - 1], [0, NUM_KV_SLOTS // BLOCK], [0, 0]], dtype=torch.int32)
+    gpu.choose_beams(trees, 1, tables.to(device), BLOCK, beams, num_kv_slots=NUM_KV_SLOTS, scratch_kv_slot=SCRATCH)
+    assert beams.kv_slots.tolist() == [48, 49] + [SCRATCH] * 8
     assert beams.context_lens.tolist() == [16] * 10
 
 
@@ -261,7 +261,9 @@ def test_a_draft_is_one_graph(device: str) -> None:
     def draft(functions: Any, *extra: Any) -> None:
         functions.offer_children(trees, logits[0], 0, *extra, **options)
         for level in range(1, depth):
-            functions.choose_beams(trees, level, tables, BLOCK, beams, num_slots=NUM_SLOTS, scratch_slot=SCRATCH)
+            functions.choose_beams(
+                trees, level, tables, BLOCK, beams, num_kv_slots=NUM_KV_SLOTS, scratch_kv_slot=SCRATCH
+            )
             functions.offer_children(trees, logits[level], level, *extra, **options)
         functions.emit_trees(trees, out)
 

@@ -83,7 +83,7 @@ def compile_draft(
     tables = torch.zeros((count, 64), dtype=torch.int32, device="meta")
     for level in range(depth):
         if level:
-            options = {"num_slots": 2**20, "scratch_slot": 5, "first_depth": min(level, 2)}
+            options = {"num_kv_slots": 2**20, "scratch_kv_slot": 5, "first_depth": min(level, 2)}
             draft_tree.choose_beams(trees, level, tables, 16, beams, **options)
         logits = torch.zeros((count * (branches if level else 1), vocab), dtype=dtype, device="meta")
         draft_tree.offer_children(

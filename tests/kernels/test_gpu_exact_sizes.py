@@ -15,7 +15,7 @@ import torch
 from foretoken_kernels import reference
 from foretoken_kernels.gpu.activation import silu_and_multiply
 from foretoken_kernels.gpu.embedding import copy_rows, embed, fill_rows
-from foretoken_kernels.gpu.kv_commit import copy_slots
+from foretoken_kernels.gpu.kv_commit import copy_kv_slots
 from foretoken_kernels.gpu.qkv_rope import qkv_rope
 from foretoken_kernels.gpu.rms_norm import rms_norm
 from foretoken_kernels.gpu.rope_kv_write import Rope, rope_kv_write
@@ -38,12 +38,12 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 def test_attention(kernel: Attention, is_split: bool, device: str) -> None:
     """Sequences fill their blocks, the cache has no others, the longest table has no free entry."""
     generator = np.random.default_rng(0)
-    seqs, slots = [tree(100, 12, generator), prefill(0, 32), tree(251, 5, generator)], 112 + 32 + 256
+    seqs, num_kv_slots = [tree(100, 12, generator), prefill(0, 32), tree(251, 5, generator)], 112 + 32 + 256
     if is_split:
-        seqs, slots = [tree(1000, 24, generator)], 1024
+        seqs, num_kv_slots = [tree(1000, 24, generator)], 1024
     made = case(seqs, (6, 2, 80), 16, device, torch.bfloat16, slack=0, kernel=kernel)
     made = replace(made, query=made.query.contiguous(), block_tables=made.block_tables[:, :-2].contiguous())
-    assert len(made.keys) == slots and (made.block_tables[-1] < slots // 16).all()
+    assert len(made.keys) == num_kv_slots and (made.block_tables[-1] < num_kv_slots // 16).all()
     assert_defined(made)
 
 
@@ -79,13 +79,13 @@ def test_rope_kv_write(head_dim: int, with_matmul: bool, device: str) -> None:
         # Only tiles of whole heads can be normed, and their sizes are powers of two.
         norms = [None, None]
     positions = torch.tensor([6, 7, LOWEST, HIGHEST, 0], dtype=torch.int32, device=device)
-    slots = torch.tensor([3, 4, LOWEST, HIGHEST, 0], dtype=torch.int32, device=device)
+    kv_slots = torch.tensor([3, 4, LOWEST, HIGHEST, 0], dtype=torch.int32, device=device)
     keys, values = torch.zeros(4, 1, head_dim, device=device), torch.zeros(4, 1, head_dim, device=device)
     expected_keys, expected_values, real = keys.clone(), values.clone(), [0, 4]
     expected = reference.rope_kv_write(
-        qkv[real], bias, *norms, 1e-6, cos_sin, positions[real], slots[real], expected_keys, expected_values
+        qkv[real], bias, *norms, 1e-6, cos_sin, positions[real], kv_slots[real], expected_keys, expected_values
     )
-    rope = Rope(bias, *norms, 1e-6, cos_sin, positions, slots, keys, values, 3)
+    rope = Rope(bias, *norms, 1e-6, cos_sin, positions, kv_slots, keys, values, 3)
     if with_matmul:
         config = SkinnyConfig(32 if head_dim == 20 else head_dim, 16, 3, 2, 4)
         qkv_rope(x, weight, qkv.view(5, -1), rope, skinny_matmul_workspace(5 * head_dim, 3, device), config)
@@ -96,14 +96,14 @@ def test_rope_kv_write(head_dim: int, with_matmul: bool, device: str) -> None:
     torch.testing.assert_close(values, expected_values, **CLOSE)
 
 
-def test_copy_slots(device: str) -> None:
+def test_copy_kv_slots(device: str) -> None:
     cache = torch.randn(2, 4, 1030, device=device)
     expected = cache.clone()
     expected[:, 3] = expected[:, 0]
     source, target = (
         torch.tensor(ids, dtype=torch.int32, device=device) for ids in ([0, 4, HIGHEST, -1], [3, 0, 1, 2])
     )
-    copy_slots(cache, source, target)
+    copy_kv_slots(cache, source, target)
     assert torch.equal(cache, expected)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from foretoken_kernels import reference
-from foretoken_kernels.gpu.kv_commit import copy_slots, kv_commit
+from foretoken_kernels.gpu.kv_commit import copy_kv_slots, kv_commit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,24 +13,24 @@ BLOCK_SIZE = 4
 def moves(
     accepted: list[list[int]], roots: list[int], tables: torch.Tensor, block_size: int
 ) -> tuple[list[int], list[int]]:
-    """Return the moves of verifier_svc.scheduling.batch.commit_slots for all sequences."""
+    """Return the moves of verifier_svc.scheduling.batch.commit_kv_slots for all sequences."""
     source, target = [], []
     for path, root, table in zip(accepted, roots, tables.tolist(), strict=True):
         for depth, node in enumerate(path, start=1):
             if node != depth:
-                for slots, logical in ((source, root + node), (target, root + depth)):
-                    slots.append(table[logical // block_size] * block_size + logical % block_size)
+                for kv_slots, logical in ((source, root + node), (target, root + depth)):
+                    kv_slots.append(table[logical // block_size] * block_size + logical % block_size)
     return source, target
 
 
 def check(
-    paths: list[list[int]], roots: list[int], planes: int, slot_size: int, dtype: torch.dtype, device: str
+    paths: list[list[int]], roots: list[int], planes: int, kv_slot_size: int, dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(len(paths))
     blocks = 6 * len(paths)
     # A layer's keys and values, as in KVCache.
-    data = torch.randn(planes // 2, 2, blocks, BLOCK_SIZE, slot_size, device=device).to(dtype)
-    cache = data.view(planes, blocks * BLOCK_SIZE, slot_size)
+    data = torch.randn(planes // 2, 2, blocks, BLOCK_SIZE, kv_slot_size, device=device).to(dtype)
+    cache = data.view(planes, blocks * BLOCK_SIZE, kv_slot_size)
     tables = torch.randperm(blocks).view(len(paths), 6).int()
     depth = max(map(len, paths)) + 1
     accepted = torch.full((len(paths), depth), 2**31 - 1, dtype=torch.int32)
@@ -51,7 +51,7 @@ def test_kv_commit(device: str, sequences: list[tuple[set[int], int]]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_slots_of_several_pieces(dtype: torch.dtype, device: str) -> None:
+def test_kv_slots_of_several_pieces(dtype: torch.dtype, device: str) -> None:
     check([[2, 3, 7], [], [1, 4]], [5, 0, 9], 4, 1100, dtype, device)
 
 
@@ -89,31 +89,31 @@ def test_more_accepted_than_the_path_is_long(device: str) -> None:
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8))
-def test_copy_slots_is_sequential(device: str, pairs: list[tuple[int, int]]) -> None:
+def test_copy_kv_slots_is_sequential(device: str, pairs: list[tuple[int, int]]) -> None:
     cache = torch.randn(2, 6, 5, device=device)
     source = torch.tensor([src for src, _ in pairs], dtype=torch.int32, device=device)
     target = torch.tensor([dst for _, dst in pairs], dtype=torch.int32, device=device)
     expected = cache.clone()
     reference.kv_commit(expected, source, target)
-    copy_slots(cache, source, target)
+    copy_kv_slots(cache, source, target)
     assert torch.equal(cache, expected)
 
 
-def test_copy_slots_leaves_out_what_is_not_there(device: str) -> None:
+def test_copy_kv_slots_leaves_out_what_is_not_there(device: str) -> None:
     pool = torch.randn(2, 6, 1100, device=device)
     expected = pool.clone()
     expected[:, 1] = expected[:, 3]
     source = torch.tensor([0, -1, 4, 3], device=device)
     target = torch.tensor([4, 1, 0, 1], device=device)
-    copy_slots(pool[:, :4], source, target)
+    copy_kv_slots(pool[:, :4], source, target)
     assert torch.equal(pool, expected)
 
 
 def test_refuses_other_shapes(device: str) -> None:
     cache = torch.zeros(2, 8, 6, device=device)
     ints = torch.zeros(3, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="contiguous slots"):
-        copy_slots(cache[:, :, ::2], ints, ints)
+    with pytest.raises(ValueError, match="contiguous KV slots"):
+        copy_kv_slots(cache[:, :, ::2], ints, ints)
     with pytest.raises(ValueError, match="fewer counts"):
         kv_commit(cache, ints.view(3, 1), ints[:2], ints, ints.view(3, 1), 4)
 

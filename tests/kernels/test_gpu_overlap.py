@@ -29,7 +29,7 @@ from foretoken_kernels.sampler_state import (
 
 from tests.kernels.sampling_batches import new_walk_result
 
-BLOCK, BLOCKS, SLOTS, VOCAB, STEP = 4, 12, 200, 50, 7
+BLOCK, BLOCKS, KV_SLOTS, VOCAB, STEP = 4, 12, 200, 50, 7
 
 
 class State(NamedTuple):
@@ -95,7 +95,7 @@ def state_of(
         *(filler(num_rows) for _ in range(3)),
         *(filler(num_batch_rows) for _ in range(4)),
     )
-    return State(batch, trees(nodes), found, ints(num_batch_rows, BLOCKS, high=SLOTS // BLOCK), rows)
+    return State(batch, trees(nodes), found, ints(num_batch_rows, BLOCKS, high=KV_SLOTS // BLOCK), rows)
 
 
 def lay_out(state: State, max_width: int, max_depth: int = 100) -> StepRows:
@@ -119,7 +119,7 @@ def lay_out(state: State, max_width: int, max_depth: int = 100) -> StepRows:
         state.tables,
         state.rows,
         block_size=BLOCK,
-        num_slots=SLOTS,
+        num_kv_slots=KV_SLOTS,
         vocab_size=VOCAB,
         max_width=max_width,
         max_depth=max_depth,
@@ -137,7 +137,7 @@ def test_rows(widths: list[int], nodes: int, words: int, seed: int, device: str)
     state = state_of(np.random.default_rng(seed), widths, nodes, words, device, with_found=seed % 2 == 1)
     rows = lay_out(state, max(widths))
     end = sum(widths)
-    assert (rows.slot_mapping[end:] == 77).all(), "no kernel writes rows after the sequences'"
+    assert (rows.kv_slots[end:] == 77).all(), "no kernel writes rows after the sequences'"
 
 
 def share(state: State, scores: torch.Tensor, widths: list[int], num_rows: int) -> list[int]:
@@ -317,7 +317,7 @@ def test_an_unsound_tree_is_a_root(what: str, device: str) -> None:
     assert rows.num_nodes.tolist() == ([1, 1] if what == "stamp" else [1, 6])
 
 
-def test_a_block_that_is_none_gives_no_slot(device: str) -> None:
+def test_a_block_that_is_none_gives_no_kv_slot(device: str) -> None:
     state = state_of(np.random.default_rng(2), [5], 5, 1, device)
     state.batch.lengths.fill_(BLOCK * BLOCKS - 1)
     state.batch.num_left.fill_(9)
@@ -325,7 +325,7 @@ def test_a_block_that_is_none_gives_no_slot(device: str) -> None:
     state.trees.num_nodes.fill_(5)
     state.tables[0, -1] = 3
     rows = lay_out(state, 5)
-    assert rows.slot_mapping[:5].tolist() == [3 * BLOCK + 2, 3 * BLOCK + 3, -1, -1, -1]
+    assert rows.kv_slots[:5].tolist() == [3 * BLOCK + 2, 3 * BLOCK + 3, -1, -1, -1]
 
 
 def walk_of(random: np.random.Generator, rows: StepRows, most: int, device: str) -> WalkTensors:

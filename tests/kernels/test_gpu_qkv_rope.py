@@ -101,13 +101,13 @@ def test_sums_that_no_part_divides(device: str) -> None:
     check(2, (4, 2, 16), small(32, 3), True, False, (torch.float32,) * 3, device, in_features=50)
 
 
-def test_bad_positions_are_clamped_and_bad_slots_not_written(device: str) -> None:
+def test_bad_positions_are_clamped_and_bad_kv_slots_not_written(device: str) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(4, 32, device=device), torch.randn(4 * 16, 32, device=device)
     cache = torch.zeros(2, 6, 1, 16, device=device)
     rope = rope_of(4, (2, 1, 16), False, False, cache, device)._replace(
         positions=torch.tensor([-3, 400, 19, 0], dtype=torch.int32, device=device),
-        slot_mapping=torch.tensor([-1, 6, 2, 1 << 30], dtype=torch.int32, device=device),
+        kv_slots=torch.tensor([-1, 6, 2, 1 << 30], dtype=torch.int32, device=device),
     )
     out = torch.zeros(4, 64, device=device)
     qkv_rope(x, weight, out, rope, skinny_matmul_workspace(64, 1, device), small(32, 1))

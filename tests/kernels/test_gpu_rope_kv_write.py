@@ -27,11 +27,11 @@ def check(
     bias = torch.randn(all_heads, head_dim, device=device) if has_bias else None
     norms = torch.rand(2, head_dim, device=device) + 0.5 if has_norm else (None, None)
     cos_sin = torch.randn(20, 2, head_dim // 2, device=device)
-    num_slots = rows + 4
+    num_kv_slots = rows + 4
     positions = torch.randint(20, (rows,), dtype=torch.int32, device=device)
-    slots = torch.randperm(num_slots, device=device)[:rows].int()
+    kv_slots = torch.randperm(num_kv_slots, device=device)[:rows].int()
     # A cache with gaps between KV slots: one layer's slice of a wider pool.
-    pool = torch.full((2, num_slots, num_kv_heads + 1, head_dim), 7.0, device=device).to(cache_dtype)
+    pool = torch.full((2, num_kv_slots, num_kv_heads + 1, head_dim), 7.0, device=device).to(cache_dtype)
     keys, values = pool[0, :, :num_kv_heads], pool[1, :, :num_kv_heads]
     expected_pool = pool.clone()
     before = qkv.clone()
@@ -43,11 +43,11 @@ def check(
         1e-6,
         cos_sin,
         positions,
-        slots,
+        kv_slots,
         expected_pool[0, :, :num_kv_heads],
         expected_pool[1, :, :num_kv_heads],
     )
-    rope_kv_write(qkv, bias, norms[0], norms[1], 1e-6, cos_sin, positions, slots, keys, values, num_heads)
+    rope_kv_write(qkv, bias, norms[0], norms[1], 1e-6, cos_sin, positions, kv_slots, keys, values, num_heads)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
     width = num_heads * head_dim
     found = qkv.reshape(rows, -1)
@@ -72,16 +72,16 @@ def test_element_types(dtype: torch.dtype, cache_dtype: torch.dtype, joined: boo
     check(3, (4, 2, 64), True, True, (dtype, cache_dtype), device, joined)
 
 
-def test_bad_positions_are_clamped_and_bad_slots_not_written(device: str) -> None:
+def test_bad_positions_are_clamped_and_bad_kv_slots_not_written(device: str) -> None:
     torch.manual_seed(0)
     cos_sin = torch.randn(5, 2, 8, device=device)
     qkv = torch.randn(5, 4, 16, device=device)
     expected = reference.rotate(qkv[:, :2], cos_sin, torch.tensor([0, 4, 4, 0, 1], device=device))
     key = reference.rotate(qkv[:, 2:3], cos_sin, torch.tensor([0, 4, 4, 0, 1], device=device))
     positions = torch.tensor([-7, 5, 2**31 - 1, 0, 1], dtype=torch.int32, device=device)
-    slots = torch.tensor([-1, 3, 2**31 - 1, 2, 1], dtype=torch.int32, device=device)
+    kv_slots = torch.tensor([-1, 3, 2**31 - 1, 2, 1], dtype=torch.int32, device=device)
     pool = torch.full((2, 5, 1, 16), 7.0, device=device)  # two KV slots after the three that the kernel knows of
-    rope_kv_write(qkv, None, None, None, 1e-6, cos_sin, positions, slots, pool[0, :3], pool[1, :3], 2)
+    rope_kv_write(qkv, None, None, None, 1e-6, cos_sin, positions, kv_slots, pool[0, :3], pool[1, :3], 2)
     torch.testing.assert_close(qkv[:, :2], expected)
     torch.testing.assert_close(pool[0, [1, 2]], key[[4, 3]])
     assert torch.equal(pool[1, [1, 2]], qkv[[4, 3], 3:])
@@ -100,7 +100,7 @@ def test_refuses_other_shapes(device: str) -> None:
         rope_kv_write(qkv, None, norm, None, 1e-6, cos_sin, index, index, cache, cache, 2)
     with pytest.raises(ValueError, match="a bias"):
         rope_kv_write(qkv, norm, None, None, 1e-6, cos_sin, index, index, cache, cache, 2)
-    with pytest.raises(ValueError, match="0 slots for 1 rows"):
+    with pytest.raises(ValueError, match="0 KV slots for 1 rows"):
         rope_kv_write(qkv, None, None, None, 1e-6, cos_sin, index, index[:0], cache, cache, 2)
 
 

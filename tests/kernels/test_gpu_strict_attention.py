@@ -32,7 +32,7 @@ def decode_step(batch: Case, row: int, block_size: int) -> Case:
     """
     seq = int((batch.row_starts[1:] <= row).sum())
     first, context = int(batch.context_starts[seq]), int(batch.context_lens[row])
-    slots = reference.path_slots(
+    kv_slots = reference.path_kv_slots(
         first,
         context,
         batch.masks[row].cpu(),
@@ -40,7 +40,7 @@ def decode_step(batch: Case, row: int, block_size: int) -> Case:
         batch.block_tables[seq].cpu(),
         batch.block_size,
     ).to(batch.keys.device)
-    length = first + len(slots) + (context - first if context < first else 0)
+    length = first + len(kv_slots) + (context - first if context < first else 0)
     alone = strict(
         [Rows([(length, 0)], length, first)],
         (batch.query.shape[1], *batch.keys.shape[1:]),
@@ -48,9 +48,9 @@ def decode_step(batch: Case, row: int, block_size: int) -> Case:
         str(batch.query.device),
         dtype=batch.query.dtype,
     )
-    logical = torch.arange(first, length, device=slots.device)
+    logical = torch.arange(first, length, device=kv_slots.device)
     where = alone.block_tables[0, logical // block_size].long() * block_size + logical % block_size
-    alone.keys[where], alone.values[where] = batch.keys[slots], batch.values[slots]
+    alone.keys[where], alone.values[where] = batch.keys[kv_slots], batch.values[kv_slots]
     return replace(alone, query=batch.query[row : row + 1])
 
 
@@ -158,8 +158,8 @@ def test_splits_change_no_bit(dtype: torch.dtype, device: str, monkeypatch: pyte
         # The scores of the chunk's first row then differ between splits by more than a float32
         # factor can hold.
         logical = torch.arange(3, 40, device=device)
-        slots = batch.block_tables[1, logical // 24].long() * 24 + logical % 24
-        batch.keys[slots, 0] = 40 * batch.query[6, 0]
+        kv_slots = batch.block_tables[1, logical // 24].long() * 24 + logical % 24
+        batch.keys[kv_slots, 0] = 40 * batch.query[6, 0]
         split = assert_defined(batch, parted)
         assert torch.equal(split, batch.attend(parted)[:10])
         assert torch.equal(split, batch.attend(whole)[:10])

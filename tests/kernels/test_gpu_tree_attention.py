@@ -85,8 +85,8 @@ def test_large_scores_of_one_split_do_not_drown_the_others(device: str) -> None:
     for low, high, sign in ((0, 200, 1.0), (400, 600, 1.0), (0, 200, -1.0)):
         keys = batch.keys.clone()
         logical = torch.arange(low, high, device=device)
-        slots = batch.block_tables[0, logical // 16].long() * 16 + logical % 16
-        keys[slots, 0] = sign * 40 * batch.query[0, 0]
+        kv_slots = batch.block_tables[0, logical // 16].long() * 16 + logical % 16
+        keys[kv_slots, 0] = sign * 40 * batch.query[0, 0]
         assert_defined(replace(batch, keys=keys))
 
 

@@ -1,8 +1,8 @@
 """A target "model" whose logits are a hash of exactly the KV entries that a row can see.
 
 It keeps token and position in a cache by KV slot, as a real model keeps keys and values. A wrong
-slot, mask, position, shared block or skipped compaction changes the hash and with it the text. It
-takes microseconds a row.
+KV slot, mask, position, shared block or skipped compaction changes the hash and with it the text.
+It takes microseconds a row.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class HashTarget:
         self._block_size = block_size
         self._spread = spread
         # One more block: scratch.
-        self._num_slots = num_blocks * block_size
-        self._tokens = np.full(self._num_slots + block_size, UNWRITTEN, np.int64)
-        self._positions = np.full(self._num_slots + block_size, UNWRITTEN, np.int64)
+        self._num_kv_slots = num_blocks * block_size
+        self._tokens = np.full(self._num_kv_slots + block_size, UNWRITTEN, np.int64)
+        self._positions = np.full(self._num_kv_slots + block_size, UNWRITTEN, np.int64)
         self._kept = np.empty((0, 0), np.float32)
         # For each pass: its rows, and the hidden states that it captured.
         self.num_rows: list[int] = []
@@ -41,10 +41,10 @@ class HashTarget:
     def forward(self, batch: ForwardBatch, captured_layers: tuple[int, ...] = ()) -> torch.Tensor:
         self.num_rows.append(batch.num_rows)
         self.captured.append(captured_layers)
-        kept = batch.slot_mapping[batch.slot_mapping < self._num_slots]
-        assert len(np.unique(kept)) == len(kept), "two rows write one slot"
-        self._tokens[batch.slot_mapping] = batch.token_ids
-        self._positions[batch.slot_mapping] = batch.positions
+        kept = batch.kv_slots[batch.kv_slots < self._num_kv_slots]
+        assert len(np.unique(kept)) == len(kept), "two rows write one KV slot"
+        self._tokens[batch.kv_slots] = batch.token_ids
+        self._positions[batch.kv_slots] = batch.positions
         out = np.stack([self._logits(batch, int(row)) for row in batch.logit_rows]) if len(batch.logit_rows) else None
         # What an earlier pass captured is gone.
         self._kept.fill(np.nan)
@@ -55,8 +55,8 @@ class HashTarget:
             return torch.empty(0, self._vocab_size)
         return torch.from_numpy(out)
 
-    def commit(self, source_slots: NDArray[np.int32], target_slots: NDArray[np.int32]) -> None:
-        for source, target in zip(source_slots, target_slots, strict=True):
+    def commit(self, source_kv_slots: NDArray[np.int32], target_kv_slots: NDArray[np.int32]) -> None:
+        for source, target in zip(source_kv_slots, target_kv_slots, strict=True):
             self._tokens[target] = self._tokens[source]
             self._positions[target] = self._positions[source]
 
@@ -88,8 +88,8 @@ class HashTarget:
         for word, bits in enumerate(batch.masks[row]):
             logical += [int(batch.tree_starts[seq]) + 64 * word + bit for bit in range(64) if int(bits) >> bit & 1]
         at = np.array(logical)
-        slots = batch.block_tables[seq, at // self._block_size] * self._block_size + at % self._block_size
-        tokens, positions = self._tokens[slots], self._positions[slots]
+        kv_slots = batch.block_tables[seq, at // self._block_size] * self._block_size + at % self._block_size
+        tokens, positions = self._tokens[kv_slots], self._positions[kv_slots]
         assert (positions == np.arange(len(at))).all(), "a row sees an entry of another position"
         return tokens
 

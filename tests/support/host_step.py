@@ -22,7 +22,7 @@ from verifier_svc.overlap.joined_prompts import WaitingPrompts
 from verifier_svc.sampling.allowed_tokens import ENDED, TreeMasks
 from verifier_svc.sampling.verify import SamplingState, WalkResult, followed
 from verifier_svc.sampling.walker import Walk, walk_on_host
-from verifier_svc.scheduling.batch import Scheduled, StepBatch, build_batch, commit_slots
+from verifier_svc.scheduling.batch import Scheduled, StepBatch, build_batch, commit_kv_slots
 from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT, BatchRow, BatchRowResult, BatchRowTree
 from verifier_svc.scheduling.draft import Draft
 from verifier_svc.scheduling.sequence import Sequence as Running
@@ -307,8 +307,8 @@ class HostStep:  # large: the interface of OverlappedStep, and what tests read
                     continue
                 row_starts.append(row_start)
                 walks.append(_walk(part, first_row, half.logits, masks.get(index)))
-                moved = commit_slots(part.sequence, walks[-1].accepted_nodes, self._block_size)
-                self._target.commit(*(np.array(slots, np.int32) for slots in moved))
+                moved = commit_kv_slots(part.sequence, walks[-1].accepted_nodes, self._block_size)
+                self._target.commit(*(np.array(kv_slots, np.int32) for kv_slots in moved))
             if self._captured_layers:
                 rows = [
                     row_start + node

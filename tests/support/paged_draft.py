@@ -1,7 +1,7 @@
 """A draft model that digests what it sees, the verifier's side of requests, and plain references.
 
 The model's output at a row is a random function of all KV entries that the row may attend to. A
-wrong slot, position, mask, hidden state or valid range gives another tree.
+wrong KV slot, position, mask, hidden state or valid range gives another tree.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class DigestModel:
         for row in range(batch.num_rows):
             fed = hidden[row].tobytes() if self.hidden_size else b""
             entry = (int(batch.token_ids[row]), int(batch.positions[row]), fed)
-            cache[int(batch.slot_mapping[row])] = entry
+            cache[int(batch.kv_slots[row])] = entry
         logits, hiddens = [], []
         for row in range(batch.num_rows):
             seq = int(batch.row_seqs[row])
@@ -105,9 +105,9 @@ class DigestModel:
             mask = int(batch.masks[row, 0])
             seen += [int(batch.tree_starts[seq]) + bit for bit in range(64) if mask >> bit & 1]
             table = batch.block_tables[seq]
-            slots = [int(table[s // block_size]) * block_size + s % block_size for s in seen]
-            assert int(batch.slot_mapping[row]) in slots
-            row_logits, row_hidden = outputs([cache[slot] for slot in slots])
+            kv_slots = [int(table[s // block_size]) * block_size + s % block_size for s in seen]
+            assert int(batch.kv_slots[row]) in kv_slots
+            row_logits, row_hidden = outputs([cache[kv_slot] for kv_slot in kv_slots])
             logits.append(row_logits[: self.draft_vocab_size])
             hiddens.append(row_hidden[: self.hidden_size])
         self.pass_sizes.append(batch.num_rows)
@@ -152,7 +152,7 @@ class DigestModel:
         batch = ForwardBatch(
             token_ids=self._array(decoder.TOKEN_IDS, np.int32, rows),
             positions=self._array(decoder.POSITIONS, np.int32, rows),
-            slot_mapping=self._array(decoder.SLOT_MAPPING, np.int32, rows),
+            kv_slots=self._array(decoder.KV_SLOTS, np.int32, rows),
             row_seqs=self._array(decoder.ROW_SEQS, np.int32, rows),
             context_lens=self._array(decoder.CONTEXT_LENS, np.int32, rows),
             masks=self._array(decoder.MASKS, np.uint64, rows, int(args[decoder.MASK_WORDS])),

@@ -20,13 +20,13 @@ from tests.support.tiny_checkpoint import save_llama
 
 
 def forward_batch(case: Case) -> ForwardBatch:
-    """Return a case's rows; their tokens and slots do not matter."""
+    """Return a case's rows; their tokens and KV slots do not matter."""
     counts = case.row_starts.cpu().diff().numpy()
     nothing = np.zeros(int(counts.sum()), np.int32)
     return ForwardBatch(
         token_ids=nothing,
         positions=nothing,
-        slot_mapping=nothing,
+        kv_slots=nothing,
         row_seqs=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
         context_lens=case.context_lens.cpu().numpy(),
         masks=case.masks.cpu().numpy().view(np.uint64),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from foretoken_kernels.gpu.kv_commit import copy_slots
+from foretoken_kernels.gpu.kv_commit import copy_kv_slots
 from foretoken_kernels.gpu.matmul_choice import ROW_BUCKETS
 from numpy.typing import NDArray
 
@@ -57,7 +57,8 @@ class DeviceRunner(TargetModel):
         flashinfer: passes that use FlashInfer's attention (verifier_svc.model.attention_choice).
 
     Attributes:
-        planes: the KV cache as [2 * layers, KV slots, slot_size], the shape that kv_commit takes.
+        planes: the KV cache as [2 * layers, num_kv_slots, kv_slot_size], the shape that kv_commit
+            takes.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class DeviceRunner(TargetModel):
         self._model = DeviceLlama(
             self.config, self.weights, self.cache, self.max_model_len, sizes, strict=strict, flashinfer=planned
         )
-        self.planes = self.cache.data.view(2 * self.config.num_layers, self.cache.num_slots, -1)
+        self.planes = self.cache.data.view(2 * self.config.num_layers, self.cache.num_kv_slots, -1)
 
     @property
     def hidden_states(self) -> torch.Tensor:
@@ -119,15 +120,15 @@ class DeviceRunner(TargetModel):
         return self._model.forward(batch, captured_layers)
 
     @torch.inference_mode()
-    def commit(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
-        """Copy KV entries from slot ``src_slots[i]`` to ``dst_slots[i]`` in all layers, in order.
+    def commit(self, src_kv_slots: NDArray[np.int32], dst_kv_slots: NDArray[np.int32]) -> None:
+        """Copy KV entries from ``src_kv_slots`` to ``dst_kv_slots`` one by one, in all layers.
 
         Raises:
-            ValueError: the arrays differ in length, or a slot is out of range.
+            ValueError: the arrays differ in length, or a KV slot is out of range.
         """
-        self.check_slots(src_slots, dst_slots)
-        moves = torch.from_numpy(np.stack([src_slots, dst_slots])).to(self._device, non_blocking=True)
-        copy_slots(self.planes, moves[0], moves[1])
+        self.check_kv_slots(src_kv_slots, dst_kv_slots)
+        moves = torch.from_numpy(np.stack([src_kv_slots, dst_kv_slots])).to(self._device, non_blocking=True)
+        copy_kv_slots(self.planes, moves[0], moves[1])
 
     @property
     def sizes(self) -> PassSizes:
@@ -179,12 +180,12 @@ class DeviceRunner(TargetModel):
         ``max_nodes``: most nodes of one tree.
         """
         start = time.perf_counter()
-        room = min(self.max_model_len, self.cache.num_slots - self.block_size, self._sizes.rows)
+        room = min(self.max_model_len, self.cache.num_kv_slots - self.block_size, self._sizes.rows)
         # Attention has a kernel for each tile size, which grows with the rows, for splits, and for
         # small tiles after a long context; there, few rows use the kernel of a single row. Matmuls,
         # including the logits', have kernels for their own row counts.
         counts = sorted({1 << power for power in range(max(max_nodes, _PROMPT_ROWS).bit_length())} | set(ROW_BUCKETS))
-        longest = min(self.max_model_len, self.cache.num_slots - self.block_size, _LONG_CONTEXT)
+        longest = min(self.max_model_len, self.cache.num_kv_slots - self.block_size, _LONG_CONTEXT)
         for done, rows in enumerate(count for count in counts if count <= room):
             progress(done, len(counts), "compiling kernels")
             wanted = None if rows <= min(ROW_BUCKETS[-1], self._sizes.wanted) else np.array([rows - 1], np.int32)
@@ -194,7 +195,7 @@ class DeviceRunner(TargetModel):
         seqs = min(self._sizes.seqs, self._sizes.wanted)
         largest_tree = max(min(max_nodes, room, self._sizes.wanted // seqs), 1)
         for length in {1, min(_TREE_ROWS, largest_tree), largest_tree}:
-            self.forward(chains_batch(seqs, length, self.block_size, self.cache.num_slots // self.block_size - 1))
+            self.forward(chains_batch(seqs, length, self.block_size, self.cache.num_kv_slots // self.block_size - 1))
         nowhere = np.zeros(1, np.int32)
         self.commit(nowhere, nowhere)
         if self._device.type == "cuda":
@@ -205,6 +206,6 @@ class DeviceRunner(TargetModel):
             _log.info("numerics: fast; a near-tie may fall differently with and without speculation")
             return
         start = time.perf_counter()
-        most = min(self.cache.num_slots, self.max_model_len, self._sizes.rows, self._sizes.wanted)
+        most = min(self.cache.num_kv_slots, self.max_model_len, self._sizes.rows, self._sizes.wanted)
         independent = rows_are_independent(self.forward, self.config, self.block_size, most, progress, _STRICT_COUNTS)
         self.set_mode(independent, time.perf_counter() - start)

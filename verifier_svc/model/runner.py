@@ -150,13 +150,13 @@ class TargetModel:
                 "numerics: fast; a row's bits depend on its batch here, so near-ties may flip with speculation"
             )
 
-    def check_slots(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
+    def check_kv_slots(self, src_kv_slots: NDArray[np.int32], dst_kv_slots: NDArray[np.int32]) -> None:
         """Raise ValueError if the arrays differ in length, or a KV slot is out of range."""
-        if len(src_slots) != len(dst_slots):
-            raise ValueError("src_slots and dst_slots differ in length")
-        for slots in (src_slots, dst_slots):
-            if len(slots) and not 0 <= slots.min() <= slots.max() < self.num_blocks * self.block_size:
-                raise ValueError(f"a slot is not in [0, {self.num_blocks * self.block_size})")
+        if len(src_kv_slots) != len(dst_kv_slots):
+            raise ValueError("src_kv_slots and dst_kv_slots differ in length")
+        for kv_slots in (src_kv_slots, dst_kv_slots):
+            if len(kv_slots) and not 0 <= kv_slots.min() <= kv_slots.max() < self.num_blocks * self.block_size:
+                raise ValueError(f"a KV slot is not in [0, {self.num_blocks * self.block_size})")
 
 
 class ModelRunner(TargetModel):
@@ -178,7 +178,7 @@ class ModelRunner(TargetModel):
         self._planes = (
             self.cache.data.view(_plain(self.dtype))
             .numpy()
-            .reshape(2 * self.config.num_layers, self.cache.num_slots, -1)
+            .reshape(2 * self.config.num_layers, self.cache.num_kv_slots, -1)
         )
         self._model = HostLlama(
             self.config, self.weights, self.cache, self.max_model_len, self.threads, self.wide_threads
@@ -215,17 +215,17 @@ class ModelRunner(TargetModel):
         """
         return self._model.forward(batch, captured_layers)
 
-    def commit(self, src_slots: NDArray[np.int32], dst_slots: NDArray[np.int32]) -> None:
-        """Copy KV entries from slot ``src_slots[i]`` to ``dst_slots[i]`` in all layers, in order.
+    def commit(self, src_kv_slots: NDArray[np.int32], dst_kv_slots: NDArray[np.int32]) -> None:
+        """Copy KV entries from ``src_kv_slots`` to ``dst_kv_slots`` one by one, in all layers.
 
-        Along a path, ``dst_slots[i] <= src_slots[i]`` in logical order, so each slot is read before
-        it is overwritten.
+        Along a path, ``dst_kv_slots[i] <= src_kv_slots[i]`` in logical order, so each KV slot is
+        read before it is overwritten.
 
         Raises:
-            ValueError: the arrays differ in length, or a slot is out of range.
+            ValueError: the arrays differ in length, or a KV slot is out of range.
         """
-        self.check_slots(src_slots, dst_slots)
-        kv_commit(self._planes, src_slots, dst_slots)
+        self.check_kv_slots(src_kv_slots, dst_kv_slots)
+        kv_commit(self._planes, src_kv_slots, dst_kv_slots)
 
     def warm_up(self, progress: Progress = silent, checks: Path | None = None) -> None:
         """Compile kernels, touch all buffers, check that rows are independent, set ``mode``.
@@ -236,7 +236,7 @@ class ModelRunner(TargetModel):
         nothing has changed on which it depends, and a few rows still pass.
         """
         start = time.perf_counter()
-        most = min(self.cache.num_slots, self.max_model_len)
+        most = min(self.cache.num_kv_slots, self.max_model_len)
         kept = None if checks is None else KeptCheck(checks, self._check_facts(most))
         passed_at = None if kept is None else kept.passed_at()
         if kept is not None and passed_at is not None:

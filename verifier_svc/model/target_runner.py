@@ -36,6 +36,6 @@ class TargetRunner(Protocol):
         """
         ...
 
-    def commit(self, source_slots: np.ndarray, target_slots: np.ndarray) -> None:
-        """Copy KV entries from ``source_slots`` to ``target_slots``, slot by slot, in order."""
+    def commit(self, source_kv_slots: np.ndarray, target_kv_slots: np.ndarray) -> None:
+        """Copy KV entries from ``source_kv_slots`` to ``target_kv_slots`` one by one, in order."""
         ...

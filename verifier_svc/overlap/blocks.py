@@ -57,8 +57,8 @@ class OverlapBlocks:
         width = self._most_nodes(sequence)
         if self._scheduler.has_reserved(sequence, sequence.max_len + width + 1):
             return sequence.max_len
-        num_slots = len(sequence.block_ids) * self._scheduler.blocks.block_size
-        return num_slots - MAX_IN_FLIGHT * self._most_tokens(sequence) - width - 1
+        num_kv_slots = len(sequence.block_ids) * self._scheduler.blocks.block_size
+        return num_kv_slots - MAX_IN_FLIGHT * self._most_tokens(sequence) - width - 1
 
     def _most_nodes(self, sequence: Sequence) -> int:
         """Return the most nodes of a sequence's next tree, whoever drafts it."""

@@ -95,7 +95,7 @@ class OverlapKernels:
             stage.target_pass.batch.arrays.block_tables,
             stage.rows,
             block_size=self._runner.block_size,
-            num_slots=self._runner.num_blocks * self._runner.block_size,
+            num_kv_slots=self._runner.num_blocks * self._runner.block_size,
             vocab_size=self._runner.config.vocab_size,
             max_width=stage.shape.max_width,
             max_depth=self._memory.layout.tokens - 1,

@@ -42,7 +42,7 @@ class Stage:
             row_starts=arrays.row_starts,
             token_ids=arrays.token_ids[:wanted],
             positions=arrays.positions[:wanted],
-            slot_mapping=arrays.slot_mapping[:wanted],
+            kv_slots=arrays.kv_slots[:wanted],
             context_lens=arrays.context_lens[:wanted],
             masks=arrays.masks[:wanted],
             tree_starts=arrays.tree_starts,

@@ -60,11 +60,11 @@ class StepBatch:
     row_starts: list[int]
 
 
-def build_batch(scheduled: list[Scheduled], block_size: int, scratch_slot: int) -> StepBatch:
+def build_batch(scheduled: list[Scheduled], block_size: int, scratch_kv_slot: int) -> StepBatch:
     """Return a step's sequences as rows.
 
     Positions that run again read their old KV entries, which other sequences may share, and write
-    new KV entries to ``scratch_slot``.
+    new KV entries to ``scratch_kv_slot``.
 
     A tree's nodes take the logical KV slots after the root in index order, whatever their depth.
     The nodes of a chain see one contiguous run, so they need no mask.
@@ -113,12 +113,12 @@ def build_batch(scheduled: list[Scheduled], block_size: int, scratch_slot: int) 
         logit_starts.append(len(logit_rows))
         row = last
     block_tables = _block_tables(scheduled)
-    slot_mapping = block_tables[row_seqs, logical // block_size] * block_size + logical % block_size
-    slot_mapping[rerun_rows] = scratch_slot
+    kv_slots = block_tables[row_seqs, logical // block_size] * block_size + logical % block_size
+    kv_slots[rerun_rows] = scratch_kv_slot
     forward = ForwardBatch(
         token_ids=token_ids,
         positions=positions,
-        slot_mapping=slot_mapping,
+        kv_slots=kv_slots,
         row_seqs=row_seqs,
         context_lens=context_lens,
         masks=masks,
@@ -167,7 +167,7 @@ def _block_tables(scheduled: list[Scheduled]) -> Int32:
     return out
 
 
-def commit_slots(sequence: Sequence, accepted: list[int], block_size: int) -> tuple[list[int], list[int]]:
+def commit_kv_slots(sequence: Sequence, accepted: list[int], block_size: int) -> tuple[list[int], list[int]]:
     """Return the KV slots (from, to) to copy so that accepted nodes are contiguous after the root.
 
     ``accepted``: node indices along the path. Nodes that are already in place are left out.

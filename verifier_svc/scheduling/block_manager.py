@@ -106,18 +106,18 @@ class BlockManager:
         """Return whether ``num_blocks`` blocks are free."""
         return num_blocks <= self.num_free_blocks
 
-    def can_reserve(self, table: BlockTable, num_slots: int) -> bool:
-        """Return whether the table can grow to ``num_slots`` KV slots in total."""
-        return self.can_allocate(self._num_missing(table, num_slots))
+    def can_reserve(self, table: BlockTable, num_kv_slots: int) -> bool:
+        """Return whether the table can grow to ``num_kv_slots`` KV slots in total."""
+        return self.can_allocate(self._num_missing(table, num_kv_slots))
 
-    def reserve(self, table: BlockTable, num_slots: int) -> None:
-        """Grow the table to ``num_slots`` KV slots in total; never shrink it.
+    def reserve(self, table: BlockTable, num_kv_slots: int) -> None:
+        """Grow the table to ``num_kv_slots`` KV slots in total; never shrink it.
 
         Raises:
             ValueError: the table was freed, or too few blocks are free (``can_reserve`` is false).
         """
         _check_in_use(table)
-        num_missing = self._num_missing(table, num_slots)
+        num_missing = self._num_missing(table, num_kv_slots)
         if not self.can_allocate(num_missing):
             raise ValueError(f"{num_missing} blocks wanted, {self.num_free_blocks} are free")
         for _ in range(num_missing):
@@ -178,8 +178,8 @@ class BlockManager:
             self._release(block_id)
         table.block_ids = []
 
-    def _num_missing(self, table: BlockTable, num_slots: int) -> int:
-        return max(-(-num_slots // self.block_size) - len(table.block_ids), 0)
+    def _num_missing(self, table: BlockTable, num_kv_slots: int) -> int:
+        return max(-(-num_kv_slots // self.block_size) - len(table.block_ids), 0)
 
     def _chain(self, parent: bytes, token_ids: Sequence[int], index: int) -> bytes:
         """Return the hash of block ``index`` after the blocks whose chain hash is ``parent``."""

@@ -75,9 +75,9 @@ class Scheduler:
         """
         return self._reserve(sequence, wanted) or self._reserve(sequence, least)
 
-    def has_reserved(self, sequence: Sequence, num_slots: int) -> bool:
-        """Return whether a running sequence has blocks for ``num_slots`` tokens."""
-        return len(sequence.block_ids) * self.blocks.block_size >= num_slots
+    def has_reserved(self, sequence: Sequence, num_kv_slots: int) -> bool:
+        """Return whether a running sequence has blocks for ``num_kv_slots`` tokens."""
+        return len(sequence.block_ids) * self.blocks.block_size >= num_kv_slots
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, resumed ones before new ones. The caller decides whether it fits."""
@@ -161,12 +161,12 @@ class Scheduler:
         scheduled.append(Scheduled(sequence, num_tokens, 1))
         return num_tokens
 
-    def _reserve(self, sequence: Sequence, num_slots: int) -> bool:
+    def _reserve(self, sequence: Sequence, num_kv_slots: int) -> bool:
         table = sequence.table
         assert table is not None
-        if not self.blocks.can_reserve(table, num_slots):
+        if not self.blocks.can_reserve(table, num_kv_slots):
             return False
-        self.blocks.reserve(table, num_slots)
+        self.blocks.reserve(table, num_kv_slots)
         return True
 
     def admit(self, now: float) -> Sequence | None:

@@ -14,7 +14,7 @@ _MASK_BITS = 64
 def longest_path(
     token_ids: NDArray[np.int32],
     positions: NDArray[np.int32],
-    slot_mapping: NDArray[np.int32],
+    kv_slots: NDArray[np.int32],
     row_seqs: NDArray[np.int32],
     context_lens: NDArray[np.int32],
     masks: NDArray[np.uint64],
@@ -42,7 +42,7 @@ def longest_path(
     for row in range(num_rows):
         seq = row_seqs[row]
         good = 0 <= token_ids[row] < vocab_size and 0 <= positions[row] < max_positions
-        good = good and 0 <= slot_mapping[row] < num_blocks * block_size and 0 <= seq < len(context_starts)
+        good = good and 0 <= kv_slots[row] < num_blocks * block_size and 0 <= seq < len(context_starts)
         if not good or not 0 <= context_starts[seq] <= context_lens[row] <= reach:
             return -1 - row
         length = np.int64(context_lens[row]) - context_starts[seq]

@@ -50,7 +50,7 @@ from foretoken_kernels.cpu.tree_attention import ROW_TILE, tree_attention
     SCORE_STRIDE,
     TOKEN_IDS,
     POSITIONS,
-    SLOT_MAPPING,
+    KV_SLOTS,
     ROW_SEQS,
     CONTEXT_LENS,
     MASKS,
@@ -116,7 +116,7 @@ def set_batch(
     args: NDArray[np.int64],
     token_ids: NDArray[np.int32],
     positions: NDArray[np.int32],
-    slot_mapping: NDArray[np.int32],
+    kv_slots: NDArray[np.int32],
     row_seqs: NDArray[np.int32],
     context_lens: NDArray[np.int32],
     masks: NDArray[np.uint64],
@@ -133,7 +133,7 @@ def set_batch(
     args[NUM_ROWS], args[NUM_LOGIT_ROWS] = len(token_ids), len(logit_rows)
     args[MASK_WORDS], args[MAX_BLOCKS] = masks.shape[1], block_tables.shape[1]
     args[TOKEN_IDS], args[POSITIONS] = token_ids.ctypes.data, positions.ctypes.data
-    args[SLOT_MAPPING], args[ROW_SEQS] = slot_mapping.ctypes.data, row_seqs.ctypes.data
+    args[KV_SLOTS], args[ROW_SEQS] = kv_slots.ctypes.data, row_seqs.ctypes.data
     args[CONTEXT_LENS], args[MASKS] = context_lens.ctypes.data, masks.ctypes.data
     args[TREE_STARTS], args[BLOCK_TABLES] = tree_starts.ctypes.data, block_tables.ctypes.data
     args[LOGIT_ROWS], args[CONTEXT_STARTS] = logit_rows.ctypes.data, context_starts.ctypes.data
@@ -268,7 +268,7 @@ def _rope(args: Any, operation: Any, cache: Any, team: Any) -> None:
         attention[QUERY_NORM] != 0,
         _epsilon(args),
     )
-    places = (args[NUM_ROWS], int32_at(args[POSITIONS]), int32_at(args[SLOT_MAPPING]))
+    places = (args[NUM_ROWS], int32_at(args[POSITIONS]), int32_at(args[KV_SLOTS]))
     shape = (args[NUM_HEADS], args[NUM_KV_HEADS], args[HEAD_DIM])
     keys, values = array_like(attention[KEYS], cache), array_like(attention[VALUES], cache)
     cos_sin = float32_at(args[COS_SIN])

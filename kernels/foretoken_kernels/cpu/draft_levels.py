@@ -134,7 +134,7 @@ def _grow_levels(
         batch = (
             beams.token_ids[:count],
             beams.positions[:count],
-            beams.slots[:count],
+            beams.kv_slots[:count],
             beams.rows[:count],
             beams.context_lens[:count],
             beams.masks[:count],

@@ -34,7 +34,7 @@ MAX_BEAM_NODES = 64
 # Columns of Trees.shapes, Trees.filters and Trees.counts.
 LENGTH, MAX_NODES, MAX_DEPTH, MAX_BRANCHES, CHOICE_INDEX, TOP_K = range(6)
 TEMPERATURE, TOP_P, MIN_P = range(3)
-NUM_CANDIDATES, NUM_FED, LEVEL_START, FIRST_SLOT = range(4)
+NUM_CANDIDATES, NUM_FED, LEVEL_START, FIRST_KV_SLOT = range(4)
 # Columns of Trees.nodes: target token id; parent (a candidate, or -1 for the root); depth; the row
 # of the last pass that offered it; its index among the tree's beams, or -1.
 TOKEN, PARENT, DEPTH, SOURCE, FED = range(5)
@@ -91,7 +91,7 @@ class Beams(NamedTuple):
     Attributes:
         rows, nodes: int32 [beams]; tree and candidate.
         sources: int32 [beams]; the row of the last pass that offered the node.
-        token_ids, positions, slots, context_lens: int32 [beams]; ``slots`` are KV slots.
+        token_ids, positions, kv_slots, context_lens: int32 [beams]; ``kv_slots`` are KV slots.
         masks: uint64 [beams, 1].
     """
 
@@ -100,7 +100,7 @@ class Beams(NamedTuple):
     sources: Int32
     token_ids: Int32
     positions: Int32
-    slots: Int32
+    kv_slots: Int32
     context_lens: Int32
     masks: UInt64
 
@@ -133,9 +133,9 @@ def new_trees(max_rows: int, max_nodes: int, draft_vocab_size: int) -> Trees:
 
 
 def new_beams(max_rows: int) -> Beams:
-    rows, nodes, sources, token_ids, positions, slots, context_lens = np.zeros((7, max_rows), np.int32)
+    rows, nodes, sources, token_ids, positions, kv_slots, context_lens = np.zeros((7, max_rows), np.int32)
     masks = np.zeros((max_rows, 1), np.uint64)
-    return Beams(rows, nodes, sources, token_ids, positions, slots, context_lens, masks)
+    return Beams(rows, nodes, sources, token_ids, positions, kv_slots, context_lens, masks)
 
 
 @inlined
@@ -325,11 +325,11 @@ def _next_beams(trees: Any, row: int, depth: int, block_tables: Any, block_size:
         if node[PARENT] >= 0:
             mask |= trees.masks[row, trees.nodes[row, node[PARENT], FED]]
         trees.masks[row, fed] = mask
-        slot = counts[FIRST_SLOT] + fed
+        kv_slot = counts[FIRST_KV_SLOT] + fed
         beams.rows[count], beams.nodes[count], beams.sources[count] = row, best, node[SOURCE]
         beams.token_ids[count] = node[TOKEN]
         beams.positions[count] = shape[LENGTH] - 1 + depth
-        beams.slots[count] = block_tables[row, slot // block_size] * block_size + slot % block_size
+        beams.kv_slots[count] = block_tables[row, kv_slot // block_size] * block_size + kv_slot % block_size
         beams.context_lens[count] = shape[LENGTH]
         beams.masks[count, 0] = mask
         count += 1
@@ -374,8 +374,8 @@ def offer_children(
 def choose_beams(trees: Trees, rows: Int32, depth: int, block_tables: Int32, block_size: int, beams: Beams) -> int:
     """Fill ``beams`` with the nodes of ``depth`` to run in the trees ``rows``; return their number.
 
-    ``Trees.counts[:, FIRST_SLOT]`` is the logical KV slot of a tree's first beam. The block table
-    must cover MAX_BEAM_NODES KV slots from there on.
+    ``Trees.counts[:, FIRST_KV_SLOT]`` is the logical KV slot of a tree's first beam. The block
+    table must cover MAX_BEAM_NODES KV slots from there on.
     """
     count = 0
     for i in range(len(rows)):

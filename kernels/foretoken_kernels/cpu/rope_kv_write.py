@@ -22,16 +22,17 @@ def rope_kv_write(
 
     Args:
         shape: (num_heads, num_kv_heads, head_dim); head_dim is a multiple of 16.
-        batch: (num_rows, positions, slot_mapping), int32.
+        batch: (num_rows, positions, kv_slots), int32.
         qkv: float32, flat [num_rows, num_heads + 2 * num_kv_heads, head_dim].
         weights: (bias or empty, query norm or empty, key norm or empty, has_bias, has_norm,
             epsilon).
         cos_sin: float32, flat [positions, 2, head_dim / 2]: cosines, then sines.
-        keys, values: flat [slots, num_kv_heads, head_dim], float32, bfloat16 or float16 bits.
+        keys, values: flat [num_kv_slots, num_kv_heads, head_dim], float32, bfloat16 or float16
+            bits.
         team: (thread, num_threads).
     """
     num_heads, num_kv_heads, head_dim = shape
-    num_rows, positions, slot_mapping = batch
+    num_rows, positions, kv_slots = batch
     bias, query_norm, key_norm, has_bias, has_norm, epsilon = weights
     thread, num_threads = team
     heads = num_heads + 2 * num_kv_heads
@@ -42,19 +43,19 @@ def rope_kv_write(
         if has_bias:
             for dim in range(0, head_dim, LANES):
                 store(qkv, at + dim, add(load(qkv, at + dim), load(bias, head * head_dim + dim)))
-        slot = np.int64(slot_mapping[row]) * num_kv_heads * head_dim
+        kv_at = np.int64(kv_slots[row]) * num_kv_heads * head_dim
         if head >= num_heads + num_kv_heads:
-            slot += (head - num_heads - num_kv_heads) * head_dim
+            kv_at += (head - num_heads - num_kv_heads) * head_dim
             for dim in range(0, head_dim, LANES):
-                store(values, slot + dim, load(qkv, at + dim))
+                store(values, kv_at + dim, load(qkv, at + dim))
             continue
         if has_norm:
             normalize(qkv, at, head_dim, query_norm if head < num_heads else key_norm, epsilon, qkv, at)
         _rotate(qkv, at, head_dim, cos_sin, np.int64(positions[row]) * head_dim)
         if head >= num_heads:
-            slot += (head - num_heads) * head_dim
+            kv_at += (head - num_heads) * head_dim
             for dim in range(0, head_dim, LANES):
-                store(keys, slot + dim, load(qkv, at + dim))
+                store(keys, kv_at + dim, load(qkv, at + dim))
 
 
 @inlined

@@ -50,7 +50,8 @@ def tree_attention(
         batch: (num_rows, row_seqs, context_lens, masks, mask_words, tree_starts, block_tables,
             max_blocks, context_starts), flat arrays as in the reference.
         query: (float32 flat array, row stride in elements); row r's heads start at r * stride.
-        keys, values: flat [slots, num_kv_heads, head_dim], float32, bfloat16 or float16 bits.
+        keys, values: flat [num_kv_slots, num_kv_heads, head_dim], float32, bfloat16 or float16
+            bits.
         out: float32, flat [num_rows, num_heads, head_dim]; written.
         scratch: this thread's (scores float32 [8 * group * score_stride], offsets int64 [8 *
             score_stride], lengths int64 [8], partial float32 [1024], queries and sums float32 [8 *
@@ -85,7 +86,7 @@ def _attend_tile(shape: Any, batch: Any, query: Any, keys: Any, values: Any, out
     first, end, shared, kv_head = tile
     group = shape[0] // shape[1]
     shared_end = shared // LANES * LANES
-    _find_slots(shape, batch, first, end, kv_head, scratch)
+    _find_kv_slots(shape, batch, first, end, kv_head, scratch)
     _gather_queries(shape, query, first, end, kv_head, scratch)
     longest = _longest(scratch[2], end - first)
     for chunk in range(0, longest, LANES):
@@ -109,7 +110,7 @@ def _attend_tile(shape: Any, batch: Any, query: Any, keys: Any, values: Any, out
 
 
 @inlined
-def _find_slots(shape: Any, batch: Any, first: int, end: int, kv_head: int, scratch: Any) -> None:
+def _find_kv_slots(shape: Any, batch: Any, first: int, end: int, kv_head: int, scratch: Any) -> None:
     """Write the cache offset of each position on each row's path.
 
     The last chunk is padded with its last offset.
@@ -119,7 +120,7 @@ def _find_slots(shape: Any, batch: Any, first: int, end: int, kv_head: int, scra
     offsets, lengths = scratch[1], scratch[2]
     table = row_seqs[first] * max_blocks
     context_start = np.int64(context_starts[row_seqs[first]])
-    slot_size = num_kv_heads * head_dim
+    kv_slot_size = num_kv_heads * head_dim
     head = kv_head * head_dim
     for row in range(first, end):
         start = (row - first) * stride
@@ -132,9 +133,9 @@ def _find_slots(shape: Any, batch: Any, first: int, end: int, kv_head: int, scra
         position = shared
         while position < length:
             block, inside = (context_start + position) // block_size, (context_start + position) % block_size
-            offset = (np.int64(block_tables[table + block]) * block_size + inside) * slot_size + head
+            offset = (np.int64(block_tables[table + block]) * block_size + inside) * kv_slot_size + head
             for i in range(min(block_size - inside, length - position)):
-                offsets[start + position + i] = offset + i * slot_size
+                offsets[start + position + i] = offset + i * kv_slot_size
             position += block_size - inside
         tree_start = np.int64(tree_starts[row_seqs[row]])
         for word in range(mask_words):
@@ -142,8 +143,8 @@ def _find_slots(shape: Any, batch: Any, first: int, end: int, kv_head: int, scra
             node = tree_start + word * _MASK_BITS
             while bits != np.uint64(0):
                 if bits & np.uint64(1):
-                    slot = np.int64(block_tables[table + node // block_size]) * block_size + node % block_size
-                    offsets[start + length] = slot * slot_size + head
+                    kv_slot = np.int64(block_tables[table + node // block_size]) * block_size + node % block_size
+                    offsets[start + length] = kv_slot * kv_slot_size + head
                     length += 1
                 bits >>= np.uint64(1)
                 node += 1

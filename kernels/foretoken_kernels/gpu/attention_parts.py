@@ -32,18 +32,18 @@ def low_bits(count):  # type: ignore[no-untyped-def]
 
 
 @jit
-def slots_of(logical, live, table, max_blocks, slots, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the int64 KV slots of logical slots, and which of them are in the block table."""
+def kv_slots_of(logical, live, table, max_blocks, num_kv_slots, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the int64 KV slots of logical KV slots, and which of them are in the block table."""
     block = logical // BLOCK_SIZE
     live = live & (logical >= 0) & (block < max_blocks)
     entry = tl.load(table + block, mask=live, other=0)
     # If a bad table entry makes this overflow, the clamp keeps the result inside the cache.
-    slot = entry * BLOCK_SIZE + logical % BLOCK_SIZE
-    return tl.minimum(tl.maximum(slot, 0), slots - 1).to(tl.int64), live
+    kv_slot = entry * BLOCK_SIZE + logical % BLOCK_SIZE
+    return tl.minimum(tl.maximum(kv_slot, 0), num_kv_slots - 1).to(tl.int64), live
 
 
 @jit
-def gather(plane, slot, live, slot_stride, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+def gather(plane, kv_slot, live, kv_slot_stride, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Load [keys, BLOCK_DIM] from the cache, zero where not live.
 
     KV slots that are not live may hold anything, even NaN.
@@ -52,7 +52,7 @@ def gather(plane, slot, live, slot_stride, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl
     mask = live[:, None]
     if BLOCK_DIM != HEAD_DIM:
         mask = mask & (column < HEAD_DIM)[None, :]
-    return tl.load(plane + (slot * slot_stride)[:, None] + column[None, :], mask=mask, other=0.0)
+    return tl.load(plane + (kv_slot * kv_slot_stride)[:, None] + column[None, :], mask=mask, other=0.0)
 
 
 @jit

@@ -13,16 +13,16 @@ import triton.language as tl
 
 from foretoken_kernels.gpu import draft_tree_state as state
 from foretoken_kernels.gpu.draft_intake_state import DraftBatchState, IntakeRows, TakenStep
-from foretoken_kernels.overlap_state import NO_SLOT, StepResults
+from foretoken_kernels.overlap_state import NO_KV_SLOT, StepResults
 
 _LENGTH = tl.constexpr(state.LENGTH)
 _MAX_NODES = tl.constexpr(state.MAX_NODES)
 _ROOT_TOKEN = tl.constexpr(state.ROOT_TOKEN)
 _NUM_COLUMNS = tl.constexpr(state.NUM_COLUMNS)
-_NO_SLOT = tl.constexpr(NO_SLOT)
+_NO_KV_SLOT = tl.constexpr(NO_KV_SLOT)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_slots"])
+@triton.jit(do_not_specialize=["num_blocks", "num_kv_slots"])
 def _take_step(
     stamp,
     counts,
@@ -36,7 +36,7 @@ def _take_step(
     table_stride,
     out_token_ids,
     out_positions,
-    out_slots,
+    out_kv_slots,
     out_context_lens,
     out_logit_rows,
     taken_counts,
@@ -45,7 +45,7 @@ def _take_step(
     taken_tokens,
     num_blocks,
     block_size,
-    num_slots,
+    num_kv_slots,
     TOKENS: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -69,16 +69,16 @@ def _take_step(
     position = tl.where(lane < num_rows, length - count + lane, 0)
     table = block_tables + batch_row.to(tl.int64) * table_stride
     block = tl.load(table + position // block_size, mask=lane < num_rows, other=0).to(tl.int64)
-    slot = block * block_size + position % block_size
-    is_missing = (lane < num_rows) & ((block < 0) | (slot >= num_slots))
-    has_slots = tl.sum(is_missing.to(tl.int32), axis=0) == 0
-    is_known = is_next & has_slots
+    kv_slot = block * block_size + position % block_size
+    is_missing = (lane < num_rows) & ((block < 0) | (kv_slot >= num_kv_slots))
+    has_kv_slots = tl.sum(is_missing.to(tl.int32), axis=0) == 0
+    is_known = is_next & has_kv_slots
     is_written = is_known & (wanted > 0)
-    is_row = lane < tl.where(has_slots, num_rows, 0)
+    is_row = lane < tl.where(has_kv_slots, num_rows, 0)
 
     tl.store(out_token_ids + row, tl.where(is_row, tokens, 0), mask=inside)
     tl.store(out_positions + row, tl.where(is_row, position, 0), mask=inside)
-    tl.store(out_slots + row, tl.where(is_row, slot, _NO_SLOT).to(tl.int32), mask=inside)
+    tl.store(out_kv_slots + row, tl.where(is_row, kv_slot, _NO_KV_SLOT).to(tl.int32), mask=inside)
     tl.store(out_context_lens + row, tl.where(is_row, position + 1, 0), mask=inside)
     tl.store(out_logit_rows + batch_row, batch_row * TOKENS + tl.where(is_written, count - 1, 0))
     tl.store(taken_tokens + row, tokens, mask=inside)
@@ -112,7 +112,7 @@ def take_step(
     *,
     num_blocks: int,
     block_size: int,
-    num_slots: int,
+    num_kv_slots: int,
 ) -> None:
     """Fill ``rows`` and ``taken``, and set LENGTH, ROOT_TOKEN and MAX_NODES of ``batch.requests``.
 
@@ -125,7 +125,7 @@ def take_step(
         results: results of at least as many batch rows as ``batch`` has.
         num_blocks: how many blocks of a row of ``batch.block_tables`` belong to the sequence.
         block_size: KV slots in a block.
-        num_slots: KV slots in the cache.
+        num_kv_slots: KV slots in the cache.
 
     Raises:
         ValueError: the shapes do not fit, or the tokens are not contiguous.
@@ -150,7 +150,7 @@ def take_step(
         batch.block_tables.stride(0),
         rows.token_ids,
         rows.positions,
-        rows.slot_mapping,
+        rows.kv_slots,
         rows.context_lens,
         rows.logit_rows,
         taken.counts,
@@ -159,7 +159,7 @@ def take_step(
         taken.tokens,
         num_blocks,
         block_size,
-        num_slots,
+        num_kv_slots,
         TOKENS=tokens,
         LANES=triton.next_power_of_2(tokens),
         num_warps=1,

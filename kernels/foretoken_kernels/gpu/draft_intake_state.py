@@ -38,13 +38,13 @@ class IntakeRows(NamedTuple):
     A row without a token writes no KV entry and attends to nothing.
 
     Attributes:
-        token_ids, positions, slot_mapping, context_lens: [batch_rows * tokens].
+        token_ids, positions, kv_slots, context_lens: [batch_rows * tokens].
         logit_rows: [batch_rows]; each sequence's last row with a token, or its first row.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    slot_mapping: torch.Tensor
+    kv_slots: torch.Tensor
     context_lens: torch.Tensor
     logit_rows: torch.Tensor
 

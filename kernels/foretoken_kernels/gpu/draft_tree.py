@@ -34,7 +34,7 @@ __all__ = ["choose_beams", "emit_trees", "offer_children", "offer_workspace", "p
 
 _LENGTH = tl.constexpr(state.LENGTH)
 _MAX_NODES = tl.constexpr(state.MAX_NODES)
-_FIRST_SLOT = tl.constexpr(state.FIRST_SLOT)
+_FIRST_KV_SLOT = tl.constexpr(state.FIRST_KV_SLOT)
 _ROOT_TOKEN = tl.constexpr(state.ROOT_TOKEN)
 _NUM_COLUMNS = tl.constexpr(state.NUM_COLUMNS)
 _MAX_BEAM_NODES = tl.constexpr(state.MAX_BEAM_NODES)
@@ -48,8 +48,8 @@ _MAX_BEAM_NODES = tl.constexpr(state.MAX_BEAM_NODES)
         "beam_stride",
         "num_candidates",
         "num_blocks",
-        "num_slots",
-        "scratch_slot",
+        "num_kv_slots",
+        "scratch_kv_slot",
         "level",
         "first_depth",
     ]
@@ -68,11 +68,11 @@ def _choose_beams(
     table_stride,
     num_blocks,
     block_size,
-    num_slots,
-    scratch_slot,
+    num_kv_slots,
+    scratch_kv_slot,
     out_token_ids,
     out_positions,
-    out_slots,
+    out_kv_slots,
     out_context_lens,
     out_masks,
     out_sources,
@@ -137,16 +137,16 @@ def _choose_beams(
     masks = (masks >> above) << above
 
     length = tl.load(request + _LENGTH)
-    logical = tl.maximum(tl.load(request + _FIRST_SLOT), 0) + fed
+    logical = tl.maximum(tl.load(request + _FIRST_KV_SLOT), 0) + fed
     entry = logical // block_size
     is_entry = is_run & (entry < num_blocks)
     block = tl.load(block_tables + tree.to(tl.int64) * table_stride + entry, mask=is_entry, other=0)
-    slots = block * block_size + logical % block_size
-    is_slot = is_entry & (block >= 0) & (slots >= 0) & (slots < num_slots)
+    kv_slots = block * block_size + logical % block_size
+    is_kv_slot = is_entry & (block >= 0) & (kv_slots >= 0) & (kv_slots < num_kv_slots)
     row = tree * K + beams
     tl.store(out_token_ids + row, tl.where(is_run, tl.load(tokens + low + nodes), 0))
     tl.store(out_positions + row, tl.where(is_run, length - 1 + level, 0))
-    tl.store(out_slots + row, tl.where(is_slot, slots, scratch_slot))
+    tl.store(out_kv_slots + row, tl.where(is_kv_slot, kv_slots, scratch_kv_slot))
     tl.store(out_context_lens + row, tl.where(is_run, length, 0))
     tl.store(out_masks + row, masks)
     tl.store(out_sources + row, sources)
@@ -244,19 +244,19 @@ def choose_beams(
     block_size: int,
     beams: DraftBeams,
     *,
-    num_slots: int,
-    scratch_slot: int,
+    num_kv_slots: int,
+    scratch_kv_slot: int,
     first_depth: int = 0,
 ) -> None:
     """Fill ``beams`` with the nodes of depth ``level`` to run.
 
     Args:
         level: 1 to the trees' levels - 1.
-        block_tables: int32 [trees, blocks]; a tree's beams use the logical slots from its
-            FIRST_SLOT on.
+        block_tables: int32 [trees, blocks]; a tree's beams use the logical KV slots from its
+            FIRST_KV_SLOT on.
         block_size: KV slots in a block.
-        num_slots: KV slots in the cache. A row without a beam, or with a KV slot outside the cache,
-            writes to ``scratch_slot``.
+        num_kv_slots: KV slots in the cache. A row without a beam, or with a KV slot outside the
+            cache, writes to ``scratch_kv_slot``.
         first_depth: the masks leave out ancestors above this depth: another module computed their
             keys and values.
 
@@ -281,11 +281,11 @@ def choose_beams(
         block_tables.stride(0),
         block_tables.shape[1],
         block_size,
-        num_slots,
-        scratch_slot,
+        num_kv_slots,
+        scratch_kv_slot,
         beams.token_ids,
         beams.positions,
-        beams.slot_mapping,
+        beams.kv_slots,
         beams.context_lens,
         beams.masks,
         beams.sources,

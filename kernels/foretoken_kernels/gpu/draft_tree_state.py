@@ -25,7 +25,7 @@ MAX_BEAM_NODES = 64
     MAX_BRANCHES,
     CHOICE_INDEX,
     TOP_K,
-    FIRST_SLOT,
+    FIRST_KV_SLOT,
     ROOT_TOKEN,
     SEED_LOW,
     SEED_HIGH,
@@ -80,11 +80,11 @@ class DraftTrees(NamedTuple):
 class DraftBeams(NamedTuple):
     """The arrays of a level's pass; row ``b * K + k`` is beam k of tree b.
 
-    A row without a beam reads some row's hidden state, writes to the scratch slot and attends to
+    A row without a beam reads some row's hidden state, writes to the scratch KV slot and attends to
     nothing.
 
     Attributes:
-        token_ids, positions, slot_mapping, context_lens: int32 [trees * K].
+        token_ids, positions, kv_slots, context_lens: int32 [trees * K].
         masks: int64 [trees * K, 1].
         sources: int32 [trees * K]; the row of its input hidden state: at level 1 the tree, else a
             row of the last pass.
@@ -93,7 +93,7 @@ class DraftBeams(NamedTuple):
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    slot_mapping: torch.Tensor
+    kv_slots: torch.Tensor
     context_lens: torch.Tensor
     masks: torch.Tensor
     sources: torch.Tensor
@@ -105,7 +105,7 @@ class DraftBeams(NamedTuple):
         return DraftBeams(
             token_ids=self.token_ids[:rows],
             positions=self.positions[:rows],
-            slot_mapping=self.slot_mapping[:rows],
+            kv_slots=self.kv_slots[:rows],
             context_lens=self.context_lens[:rows],
             masks=self.masks[:rows],
             sources=self.sources[:rows],
@@ -189,13 +189,13 @@ def new_draft_trees(max_trees: int, max_branches: int, max_depth: int, device: t
 
 def new_draft_beams(max_trees: int, max_branches: int, device: torch.device | str) -> DraftBeams:
     rows = max_trees * max_branches
-    token_ids, positions, slot_mapping, context_lens, sources = torch.zeros(
+    token_ids, positions, kv_slots, context_lens, sources = torch.zeros(
         (5, rows), dtype=torch.int32, device=device
     ).unbind(0)
     return DraftBeams(
         token_ids=token_ids,
         positions=positions,
-        slot_mapping=slot_mapping,
+        kv_slots=kv_slots,
         context_lens=context_lens,
         masks=torch.zeros((rows, 1), dtype=torch.int64, device=device),
         sources=sources,

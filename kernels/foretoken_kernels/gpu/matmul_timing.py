@@ -39,7 +39,7 @@ _REPLAYS = 5
 # Disturbances at a start make single times longer, so the best configurations are timed once more.
 _TIMED_TWICE = 3
 # Positions and KV slots of the rows that are timed.
-_SLOTS = 256
+_NUM_KV_SLOTS = 256
 _SPARE_SHARED_MEMORY = 8 << 10
 
 # Returns microseconds of a call with one of the weights.
@@ -228,8 +228,8 @@ def _rope(heads: Heads, rows: int, dtype: torch.dtype, device: torch.device) -> 
     bias = torch.zeros((num_heads + 2 * num_kv_heads) * head_dim, device=device) if has_bias else None
     norm = torch.ones(head_dim, device=device) if has_norm else None
     places = torch.arange(rows, dtype=torch.int32, device=device)
-    keys, values = torch.zeros(2, _SLOTS, num_kv_heads, head_dim, dtype=dtype, device=device)
-    angles = torch.zeros(_SLOTS, 2, head_dim // 2, device=device)
+    keys, values = torch.zeros(2, _NUM_KV_SLOTS, num_kv_heads, head_dim, dtype=dtype, device=device)
+    angles = torch.zeros(_NUM_KV_SLOTS, 2, head_dim // 2, device=device)
     return Rope(bias, norm, norm, 1e-6, angles, places, places, keys, values, num_heads)
 
 

@@ -7,13 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-from foretoken_kernels.overlap_state import NO_NODE, NO_SLOT, BatchState, DraftedTrees, StepRows
+from foretoken_kernels.overlap_state import NO_KV_SLOT, NO_NODE, BatchState, DraftedTrees, StepRows
 
-_NO_SLOT = tl.constexpr(NO_SLOT)
+_NO_KV_SLOT = tl.constexpr(NO_KV_SLOT)
 _NO_NODE = tl.constexpr(NO_NODE)
 
 
-@triton.jit(do_not_specialize=["num_rows", "max_blocks", "num_slots", "max_depth"])
+@triton.jit(do_not_specialize=["num_rows", "max_blocks", "num_kv_slots", "max_depth"])
 def _lay_out_rows(
     batch,
     drafted,
@@ -22,7 +22,7 @@ def _lay_out_rows(
     rows,
     num_rows,
     max_blocks,
-    num_slots,
+    num_kv_slots,
     drafted_stride,
     found_stride,
     table_stride,
@@ -97,12 +97,12 @@ def _lay_out_rows(
     entry = logical // BLOCK_SIZE
     is_entry = is_node & (entry < max_blocks)
     block = tl.load(block_tables + batch_row.to(tl.int64) * table_stride + entry, mask=is_entry, other=-1)
-    slot = block * BLOCK_SIZE + logical % BLOCK_SIZE
-    slot = tl.where(is_entry & (block >= 0) & (slot < num_slots), slot, _NO_SLOT)
+    kv_slot = block * BLOCK_SIZE + logical % BLOCK_SIZE
+    kv_slot = tl.where(is_entry & (block >= 0) & (kv_slot < num_kv_slots), kv_slot, _NO_KV_SLOT)
     row = start + node
     tl.store(rows.token_ids + row, tl.where(is_node, token, 0), mask=is_row)
     tl.store(rows.positions + row, tl.where(is_node, root + depth, 0), mask=is_row)
-    tl.store(rows.slot_mapping + row, slot, mask=is_row)
+    tl.store(rows.kv_slots + row, kv_slot, mask=is_row)
     tl.store(rows.context_lens + row, tl.where(is_node, length, 0), mask=is_row)
     tl.store(rows.row_seqs + row, tl.where(is_node, batch_row, -1), mask=is_row)
     words_at = row.to(tl.int64)[:, None] * WORDS + word[None, :]
@@ -122,7 +122,7 @@ def lay_out_rows(
     rows: StepRows,
     *,
     block_size: int,
-    num_slots: int,
+    num_kv_slots: int,
     vocab_size: int,
     max_width: int,
     max_depth: int,
@@ -138,7 +138,7 @@ def lay_out_rows(
         drafted: the trees of the drafter on this device.
         found: trees from the host; a batch row with at most one node has none.
         block_tables: int32 [batch_rows, blocks].
-        num_slots: KV slots in the cache.
+        num_kv_slots: KV slots in the cache.
         vocab_size: drafted tokens must be below this.
         max_width: no sequence has more rows.
         max_depth: most edges from a root.
@@ -153,7 +153,7 @@ def lay_out_rows(
         rows,
         len(rows.token_ids),
         block_tables.shape[1],
-        num_slots,
+        num_kv_slots,
         drafted.tokens.shape[1],
         found.tokens.shape[1],
         block_tables.stride(0),

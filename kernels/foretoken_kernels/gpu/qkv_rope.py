@@ -30,7 +30,7 @@ def _qkv_rope_kernel(
     key_norm: tl.tensor,
     cos_sin: tl.tensor,
     positions: tl.tensor,
-    slot_mapping: tl.tensor,
+    kv_slots: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     partials: tl.tensor,
@@ -40,7 +40,7 @@ def _qkv_rope_kernel(
     in_features: tl.tensor,
     split_size: tl.tensor,
     num_positions: tl.tensor,
-    num_slots: tl.tensor,
+    num_kv_slots: tl.tensor,
     x_stride: tl.tensor,
     out_stride: tl.tensor,
     key_stride: tl.tensor,
@@ -70,7 +70,7 @@ def _qkv_rope_kernel(
     # Load the positions before the sums, to hide the latency.
     position = tl.load(positions + m, mask=is_row, other=0)
     position = tl.minimum(tl.maximum(position, 0), num_positions - 1).to(tl.int64)
-    slot = tl.load(slot_mapping + m, mask=is_row, other=-1).to(tl.int64)
+    kv_slot = tl.load(kv_slots + m, mask=is_row, other=-1).to(tl.int64)
     angle = cos_sin + position[:, None] * HEAD_DIM + dim
     cosine = tl.load(angle, mask=inside, other=1.0)
     sine = tl.load(angle + HALF, mask=inside, other=0.0)
@@ -112,12 +112,12 @@ def _qkv_rope_kernel(
             key_norm,
             keys,
             values,
-            slot[:, None],
+            kv_slot[:, None],
             head,
             dim,
             inside,
             epsilon,
-            num_slots,
+            num_kv_slots,
             key_stride,
             value_stride,
             NUM_HEADS,
@@ -127,7 +127,7 @@ def _qkv_rope_kernel(
         )
 
 
-_qkv_rope: Any = triton.jit(_qkv_rope_kernel, do_not_specialize=["num_rows", "num_positions", "num_slots"])
+_qkv_rope: Any = triton.jit(_qkv_rope_kernel, do_not_specialize=["num_rows", "num_positions", "num_kv_slots"])
 
 
 def fits(config: SkinnyConfig, head_dim: int, has_norm: bool) -> bool:
@@ -161,7 +161,7 @@ def qkv_rope(
     Raises:
         ValueError: shapes, strides, the workspace or the configuration do not fit.
     """
-    num_slots, num_kv_heads, head_dim = rope.keys.shape
+    num_kv_slots, num_kv_heads, head_dim = rope.keys.shape
     features = (rope.num_heads + 2 * num_kv_heads) * head_dim
     if len(weight) != features or head_dim % 2:
         raise ValueError(f"{rope.num_heads} and {num_kv_heads} heads of {head_dim} are not {len(weight)} features")
@@ -180,7 +180,7 @@ def qkv_rope(
         rope.key_norm if rope.key_norm is not None else x,
         rope.cos_sin,
         rope.positions,
-        rope.slot_mapping,
+        rope.kv_slots,
         rope.keys,
         rope.values,
         workspace.partials,
@@ -190,7 +190,7 @@ def qkv_rope(
         x.shape[1],
         split_size,
         len(rope.cos_sin),
-        num_slots,
+        num_kv_slots,
         x.stride(0),
         out.stride(0),
         rope.keys.stride(0),

@@ -31,7 +31,7 @@ class Rope(NamedTuple):
     epsilon: float
     cos_sin: torch.Tensor
     positions: torch.Tensor
-    slot_mapping: torch.Tensor
+    kv_slots: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     num_heads: int
@@ -48,12 +48,12 @@ def write_kv_entries(  # type: ignore[no-untyped-def]
     key_norm,
     keys,
     values,
-    slot,
+    kv_slot,
     head,
     dim,
     inside,
     epsilon,
-    num_slots,
+    num_kv_slots,
     key_stride,
     value_stride,
     NUM_HEADS: tl.constexpr,
@@ -68,7 +68,7 @@ def write_kv_entries(  # type: ignore[no-untyped-def]
             the b columns are one head.
         cosine, sine: float32, of that shape or broadcast to it, like the following arguments.
         query_row: start of the row of queries.
-        slot, head, dim: KV slot, head and dimension within its half of each element.
+        kv_slot, head, dim: KV slot, head and dimension within its half of each element.
         inside: which elements exist.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -93,13 +93,13 @@ def write_kv_entries(  # type: ignore[no-untyped-def]
     tl.store(query_at + HALF, turned_high.to(query_row.dtype.element_ty), mask=write_query)
 
     # The head at which a row's writes end: 0 without a KV slot, so that no KV entry is written.
-    end = tl.where((slot >= 0) & (slot < num_slots), NUM_HEADS + 2 * NUM_KV_HEADS, 0)
+    end = tl.where((kv_slot >= 0) & (kv_slot < num_kv_slots), NUM_HEADS + 2 * NUM_KV_HEADS, 0)
     to_cache = inside & (head < end)
-    key_at = keys + slot * key_stride + (head - NUM_HEADS) * HEAD_DIM + dim
+    key_at = keys + kv_slot * key_stride + (head - NUM_HEADS) * HEAD_DIM + dim
     write_key = to_cache & (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     tl.store(key_at, turned_low.to(keys.dtype.element_ty), mask=write_key)
     tl.store(key_at + HALF, turned_high.to(keys.dtype.element_ty), mask=write_key)
-    value_at = values + slot * value_stride + (head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM + dim
+    value_at = values + kv_slot * value_stride + (head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM + dim
     write_value = to_cache & (head >= NUM_HEADS + NUM_KV_HEADS)
     tl.store(value_at, plain_low.to(values.dtype.element_ty), mask=write_value)
     tl.store(value_at + HALF, plain_high.to(values.dtype.element_ty), mask=write_value)
@@ -112,12 +112,12 @@ def _rope_kv_write_kernel(
     key_norm: tl.tensor,
     cos_sin: tl.tensor,
     positions: tl.tensor,
-    slot_mapping: tl.tensor,
+    kv_slots: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     epsilon: tl.tensor,
     num_positions: tl.tensor,
-    num_slots: tl.tensor,
+    num_kv_slots: tl.tensor,
     qkv_stride: tl.tensor,
     key_stride: tl.tensor,
     value_stride: tl.tensor,
@@ -136,7 +136,7 @@ def _rope_kv_write_kernel(
     inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (dim < HALF)
 
     position = tl.minimum(tl.maximum(tl.load(positions + row), 0), num_positions - 1).to(tl.int64)
-    slot = tl.load(slot_mapping + row).to(tl.int64)
+    kv_slot = tl.load(kv_slots + row).to(tl.int64)
     cosine = tl.load(cos_sin + position * HEAD_DIM + dim, mask=dim < HALF, other=1.0)
     sine = tl.load(cos_sin + position * HEAD_DIM + HALF + dim, mask=dim < HALF, other=0.0)
 
@@ -156,12 +156,12 @@ def _rope_kv_write_kernel(
         key_norm,
         keys,
         values,
-        slot,
+        kv_slot,
         head,
         dim,
         inside,
         epsilon,
-        num_slots,
+        num_kv_slots,
         key_stride,
         value_stride,
         NUM_HEADS,
@@ -171,7 +171,7 @@ def _rope_kv_write_kernel(
     )
 
 
-_rope_kv_write: Any = triton.jit(_rope_kv_write_kernel, do_not_specialize=["num_positions", "num_slots"])
+_rope_kv_write: Any = triton.jit(_rope_kv_write_kernel, do_not_specialize=["num_positions", "num_kv_slots"])
 
 
 def rope_kv_write(
@@ -182,7 +182,7 @@ def rope_kv_write(
     epsilon: float,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    kv_slots: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     num_heads: int,
@@ -201,16 +201,17 @@ def rope_kv_write(
         cos_sin: float32 [positions, 2, head_dim / 2], contiguous: cosines, then sines (arXiv
             2104.09864).
         positions: int32 [rows]; clamped to cos_sin.
-        slot_mapping: int32 or int64 [rows]; KV slots. A row whose KV slot is not in the cache
+        kv_slots: int32 or int64 [rows]; KV slots. A row whose KV slot is not in the cache
             writes no KV entry.
-        keys, values: [slots, num_kv_heads, head_dim], 16-bit or float32; KV slots may be apart.
+        keys, values: [num_kv_slots, num_kv_heads, head_dim], 16-bit or float32; KV slots may be
+            apart.
         strict: whether a head's norm has the same bits for any number of rows; all other results
             always do.
 
     Raises:
         ValueError: shapes or strides do not fit.
     """
-    num_slots, num_kv_heads, head_dim = keys.shape
+    num_kv_slots, num_kv_heads, head_dim = keys.shape
     heads = num_heads + 2 * num_kv_heads
     rows = len(qkv)
     if head_dim % 2 or head_dim > _MAX_HEAD_DIM or qkv[:1].numel() not in (0, heads * head_dim):
@@ -223,8 +224,8 @@ def rope_kv_write(
         raise ValueError("keys and values must have one shape, and contiguous heads in a KV slot")
     if bias is not None and not (bias.is_contiguous() and bias.numel() == heads * head_dim):
         raise ValueError(f"a bias of {tuple(bias.shape)} does not fit {heads} heads of {head_dim}")
-    if len(positions) < rows or len(slot_mapping) < rows:
-        raise ValueError(f"{len(positions)} positions and {len(slot_mapping)} slots for {rows} rows")
+    if len(positions) < rows or len(kv_slots) < rows:
+        raise ValueError(f"{len(positions)} positions and {len(kv_slots)} KV slots for {rows} rows")
     if rows == 0:
         return
     _rope_kv_write[(rows, triton.cdiv(heads, _HEADS))](
@@ -234,12 +235,12 @@ def rope_kv_write(
         key_norm if key_norm is not None else qkv,
         cos_sin,
         positions,
-        slot_mapping,
+        kv_slots,
         keys,
         values,
         epsilon,
         len(cos_sin),
-        num_slots,
+        num_kv_slots,
         qkv.stride(0),
         keys.stride(0),
         values.stride(0),

@@ -2,14 +2,14 @@
 
 foretoken_kernels.reference.tree_attention defines it. A row's keys are processed by logical
 position on its path, whatever the row is: part of a prompt chunk, a decode step, or a tree node.
-Position p of a path is logical slot p if p < context_len; from there on it is the slot of the next
-set bit of the row's mask, ascending, since parents come before their children. Blocks of keys begin
-at multiples of BLOCK_KEYS and splits at multiples of SPLIT_KEYS, both counted from position 0 even
-if the sequence's first slots are on no path (context_start). So the position alone determines its
-place in a matrix product and in a sum. Each split has a softmax of its own (FlashAttention-2, arXiv
-2307.08691), and splits are folded in ascending order: by one program that computes all of them or,
-where few rows would leave most of a GPU idle, by the last of several programs that compute one
-each.
+Position p of a path is logical KV slot p if p < context_len; from there on it is the KV slot of the
+next set bit of the row's mask, ascending, since parents come before their children. Blocks of keys
+begin at multiples of BLOCK_KEYS and splits at multiples of SPLIT_KEYS, both counted from position 0
+even if the sequence's first KV slots are on no path (context_start). So the position alone
+determines its place in a matrix product and in a sum. Each split has a softmax of its own
+(FlashAttention-2, arXiv 2307.08691), and splits are folded in ascending order: by one program that
+computes all of them or, where few rows would leave most of a GPU idle, by the last of several
+programs that compute one each.
 
 Keys outside a row's path do not change its bits: a masked key has weight 0, and a block or split
 without keys leaves maximum, weights and sums as they are (times 2^0, plus 0). So a program can
@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foretoken_kernels.gpu.attention_parts import attend, gather, jit, slots_of, write
+from foretoken_kernels.gpu.attention_parts import attend, gather, jit, kv_slots_of, write
 from foretoken_kernels.gpu.tree_attention import Workspace
 
 # Positions of a split: reading them takes longer than adding a split up.
@@ -91,7 +91,7 @@ def _strict_attention(  # type: ignore[no-untyped-def]  # noqa: C901 -- most bra
     arrived,
     rows,
     max_blocks,
-    slots,
+    num_kv_slots,
     seq_tiles,
     scale,
     NUM_KV_HEADS: tl.constexpr,
@@ -156,7 +156,7 @@ def _strict_attention(  # type: ignore[no-untyped-def]  # noqa: C901 -- most bra
         return
 
     table = block_tables + seq.to(tl.int64) * table_stride
-    slot_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    kv_slot_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     head_keys = keys + kv_head * HEAD_DIM
     head_values = values + kv_head * HEAD_DIM
     place = tl.arange(0, BLOCK_KEYS)
@@ -174,10 +174,10 @@ def _strict_attention(  # type: ignore[no-untyped-def]  # noqa: C901 -- most bra
         for first in range(begin, tl.minimum(high, shared_end), BLOCK_KEYS):
             position = first + place
             in_context = (position >= context_start) & (position < shared_end)
-            slot, live = slots_of(position, in_context, table, max_blocks, slots, BLOCK_SIZE)
+            kv_slot, live = kv_slots_of(position, in_context, table, max_blocks, num_kv_slots, BLOCK_SIZE)
             visible = (position[None, :] < shared_length[:, None]) & live[None, :]
-            key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
-            value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+            key = gather(head_keys, kv_slot, live, kv_slot_stride, HEAD_DIM, BLOCK_DIM)
+            value = gather(head_values, kv_slot, live, kv_slot_stride, HEAD_DIM, BLOCK_DIM)
             split_sums, split_maxima, split_weights = attend(
                 q, key, value, visible, scale, split_sums, split_maxima, split_weights, WIDE
             )
@@ -201,10 +201,10 @@ def _strict_attention(  # type: ignore[no-untyped-def]  # noqa: C901 -- most bra
                 in_context = (depth < 0) & (position >= context_start)
                 in_tree = (depth >= 0) & (depth < own_nodes)
                 logical = tl.where(depth < 0, position, tree_start + ancestor)
-                slot, live = slots_of(logical, in_context | in_tree, table, max_blocks, slots, BLOCK_SIZE)
+                kv_slot, live = kv_slots_of(logical, in_context | in_tree, table, max_blocks, num_kv_slots, BLOCK_SIZE)
                 visible = (row == own_row)[:, None] & live[None, :]
-                key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
-                value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+                key = gather(head_keys, kv_slot, live, kv_slot_stride, HEAD_DIM, BLOCK_DIM)
+                value = gather(head_values, kv_slot, live, kv_slot_stride, HEAD_DIM, BLOCK_DIM)
                 split_sums, split_maxima, split_weights = attend(
                     q, key, value, visible, scale, split_sums, split_maxima, split_weights, WIDE
                 )
@@ -308,7 +308,7 @@ def strict_attention(
         ValueError: the workspace is for fewer rows.
     """
     rows, num_heads, head_dim = query.shape
-    slots, num_kv_heads, _ = keys.shape
+    num_kv_slots, num_kv_heads, _ = keys.shape
     if rows > len(workspace.arrived):
         raise ValueError(f"the workspace is for {len(workspace.arrived)} rows, not for {rows}")
     # Tensors outside a GPU mean Triton's interpreter, which cannot multiply bfloat16.
@@ -341,7 +341,7 @@ def strict_attention(
         workspace.arrived,
         rows,
         block_tables.shape[1],
-        slots,
+        num_kv_slots,
         seq_tiles,
         head_dim**-0.5 * _LOG2_E,
         **constants,

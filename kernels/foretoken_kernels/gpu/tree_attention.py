@@ -7,8 +7,8 @@ contexts are split over programs. The program that finishes last adds up the spl
 (Flash-Decoding's second kernel, without the second launch). It adds them in their order, so equal
 launches give equal bits.
 
-The keys of a tile are numbered so that the tree comes first: key k < bits is logical slot
-tree_start + k, any other key is logical slot context_start + (k - bits). So mask bits have fixed
+The keys of a tile are numbered so that the tree comes first: key k < bits is logical KV slot
+tree_start + k, any other key is logical KV slot context_start + (k - bits). So mask bits have fixed
 places in a block of keys, only the blocks with mask bits pay for the bit test, and a small tree
 shares its block with the first keys of the context. A short launch takes as long as its chain of
 waits, so there one loop processes all blocks, and the tree's block is prefetched like the others.
@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foretoken_kernels.gpu.attention_parts import attend, bit_length, gather, low_bits, slots_of, write
+from foretoken_kernels.gpu.attention_parts import attend, bit_length, gather, kv_slots_of, low_bits, write
 
 # Warps that keep a GPU of 132 multiprocessors busy, eight on each; these kernels have registers for
 # no more.
@@ -200,7 +200,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]  # noqa: C901 -- most branc
     arrived,
     rows,
     max_blocks,
-    slots,
+    num_kv_slots,
     seq_tiles,
     splits,
     scale,
@@ -279,7 +279,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]  # noqa: C901 -- most branc
         begin = 0
         end = num_keys
 
-    slot_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    kv_slot_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     head_keys = keys + kv_head * HEAD_DIM
     head_values = values + kv_head * HEAD_DIM
     sums = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
@@ -308,12 +308,12 @@ def _tree_attention(  # type: ignore[no-untyped-def]  # noqa: C901 -- most branc
             logical = tl.where(in_tree, tree_start + key_index, context_start + key_index - bits)
             # A bit that no row of the tile has set may belong to a KV slot that was never written.
             live = tl.where(in_tree, seen, key_index < num_keys)
-            slot, live = slots_of(logical, live, table, max_blocks, slots, BLOCK_SIZE)
+            kv_slot, live = kv_slots_of(logical, live, table, max_blocks, num_kv_slots, BLOCK_SIZE)
             paths = tl.where(first < bits, words, -1)
             on_path = ((paths >> (place % 32)[None, :]) & 1) != 0
             visible = on_path & (place[None, :] < (room - first)[:, None])
-            key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
-            value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+            key = gather(head_keys, kv_slot, live, kv_slot_stride, HEAD_DIM, BLOCK_DIM)
+            value = gather(head_values, kv_slot, live, kv_slot_stride, HEAD_DIM, BLOCK_DIM)
             is_masked = (first < bits) | (first + BLOCK_KEYS > least_room)
             sums, maxima, weights = attend(q, key, value, visible, scale, sums, maxima, weights, WIDE, is_masked)
     else:
@@ -323,7 +323,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]  # noqa: C901 -- most branc
             key_index = first + place
             in_tree = key_index < bits
             logical = tl.where(in_tree, tree_start + key_index, context_start + key_index - bits)
-            slot, live = slots_of(logical, key_index < num_keys, table, max_blocks, slots, BLOCK_SIZE)
+            kv_slot, live = kv_slots_of(logical, key_index < num_keys, table, max_blocks, num_kv_slots, BLOCK_SIZE)
             words = tl.zeros([BLOCK_M, BLOCK_KEYS], tl.int32)
             for half in tl.static_range(BLOCK_KEYS // 32):
                 # Past the last word there are no keys of the tree, so any word will do.
@@ -334,16 +334,16 @@ def _tree_attention(  # type: ignore[no-untyped-def]  # noqa: C901 -- most branc
             visible = tl.where(in_tree[None, :], on_path, logical[None, :] < length[:, None]) & live[None, :]
             # A bit that no row of the tile has set may belong to a KV slot that was never written.
             live = tl.max(visible.to(tl.int32), 0) != 0
-            key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
-            value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+            key = gather(head_keys, kv_slot, live, kv_slot_stride, HEAD_DIM, BLOCK_DIM)
+            value = gather(head_values, kv_slot, live, kv_slot_stride, HEAD_DIM, BLOCK_DIM)
             sums, maxima, weights = attend(q, key, value, visible, scale, sums, maxima, weights, WIDE)
 
         for first in range(tl.maximum(begin, tree_end), end, BLOCK_KEYS):
             logical = context_start - bits + first + place
-            slot, live = slots_of(logical, logical < context_end, table, max_blocks, slots, BLOCK_SIZE)
+            kv_slot, live = kv_slots_of(logical, logical < context_end, table, max_blocks, num_kv_slots, BLOCK_SIZE)
             visible = place[None, :] < (room - first)[:, None]
-            key = gather(head_keys, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
-            value = gather(head_values, slot, live, slot_stride, HEAD_DIM, BLOCK_DIM)
+            key = gather(head_keys, kv_slot, live, kv_slot_stride, HEAD_DIM, BLOCK_DIM)
+            value = gather(head_values, kv_slot, live, kv_slot_stride, HEAD_DIM, BLOCK_DIM)
             is_masked = first + BLOCK_KEYS > least_room
             sums, maxima, weights = attend(q, key, value, visible, scale, sums, maxima, weights, WIDE, is_masked)
 
@@ -432,7 +432,7 @@ def tree_attention(
 
     Args:
         query: [rows, num_heads, head_dim], 16-bit or float32, last dimension contiguous.
-        keys, values: [slots, num_kv_heads, head_dim], contiguous, of query's dtype.
+        keys, values: [num_kv_slots, num_kv_heads, head_dim], contiguous, of query's dtype.
         row_starts: int32 [seqs + 1], ascending; rows row_starts[s] up to row_starts[s + 1] belong
             to sequence s. Rows from row_starts[seqs] on are padding; their output is not written.
         context_lens: int32 [rows].
@@ -450,7 +450,7 @@ def tree_attention(
         ValueError: the workspace is for fewer rows.
     """
     rows, num_heads, head_dim = query.shape
-    slots, num_kv_heads, _ = keys.shape
+    num_kv_slots, num_kv_heads, _ = keys.shape
     if rows > len(workspace.arrived):
         raise ValueError(f"the workspace is for {len(workspace.arrived)} rows, not for {rows}")
     # Tensors outside a GPU mean Triton's interpreter, which cannot multiply bfloat16.
@@ -489,7 +489,7 @@ def tree_attention(
         workspace.arrived,
         rows,
         block_tables.shape[1],
-        slots,
+        num_kv_slots,
         seq_tiles,
         splits,
         head_dim**-0.5 * _LOG2_E,

@@ -52,7 +52,7 @@ class Target:
         batch = ForwardBatch(
             token_ids=np.array(tokens, np.int32),
             positions=positions,
-            slot_mapping=positions,
+            kv_slots=positions,
             row_seqs=np.zeros(len(tokens), np.int32),
             context_lens=positions + 1,
             masks=np.zeros((len(tokens), 1), np.uint64),

@@ -37,7 +37,7 @@ def test_rows_share_a_pass() -> None:
     found = learn(DraftRows(target_info(), first_position=1), [prompt(6, 0, [3, 4]), prompt(3, 1, [5], 2)], [5, 2])
     assert spans(found) == [(START, [1, 2, 3, 4, 5, 1, 2])]
     batch = found.passes[0].batch
-    assert batch.slot_mapping.tolist() == [
+    assert batch.kv_slots.tolist() == [
         3 * BLOCK + 1,
         3 * BLOCK + 2,
         3 * BLOCK + 3,

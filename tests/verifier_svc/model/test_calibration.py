@@ -18,16 +18,16 @@ class Recorder:
     def __init__(self) -> None:
         self.rows: list[int] = []
         self.last_position = 0
-        self.last_slot = 0
+        self.last_kv_slot = 0
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         self.rows.append(batch.num_rows)
         self.last_position = max(self.last_position, int(batch.positions.max()))
-        self.last_slot = max(self.last_slot, int(batch.slot_mapping.max()))
+        self.last_kv_slot = max(self.last_kv_slot, int(batch.kv_slots.max()))
         assert (batch.context_lens == batch.positions + 1).all()
         return torch.zeros(1, 1)
 
-    def commit(self, source_slots: NDArray[np.int32], target_slots: NDArray[np.int32]) -> None:
+    def commit(self, source_kv_slots: NDArray[np.int32], target_kv_slots: NDArray[np.int32]) -> None:
         raise AssertionError("nothing to commit")
 
 
@@ -37,7 +37,7 @@ def test_no_position_outside_of_the_context(num_tokens: int) -> None:
     costs = measure_step_costs(recorder, num_tokens=num_tokens, block_size=16, most_rows=64)
     assert list(costs) == row_counts(min(64, num_tokens // 2))
     assert recorder.last_position < num_tokens
-    assert recorder.last_slot < num_tokens
+    assert recorder.last_kv_slot < num_tokens
 
 
 def test_a_short_disturbance_is_not_taken_for_the_cost_of_a_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_decode_finds_its_attention_compiled(max_model_len: int) -> None:
         _strict=False,
         _sizes=PassSizes(rows=4096, wanted=4096, seqs=64, blocks=8192),
         max_model_len=max_model_len,
-        cache=SimpleNamespace(num_slots=400_000),
+        cache=SimpleNamespace(num_kv_slots=400_000),
         block_size=BLOCK,
         forward=forward,
         commit=lambda src, dst: None,

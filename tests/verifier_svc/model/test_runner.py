@@ -56,7 +56,7 @@ def tree(tokens: np.ndarray, parents: np.ndarray, root: int) -> ForwardBatch:
     return ForwardBatch(
         token_ids=tokens.astype(np.int32),
         positions=root + depths(parents),
-        slot_mapping=root + nodes,
+        kv_slots=root + nodes,
         row_seqs=np.zeros(len(tokens), np.int32),
         context_lens=np.full(len(tokens), root, np.int32),
         masks=ancestor_mask(parents),
@@ -141,11 +141,11 @@ def test_a_committed_path_is_plain_text(folder: Path, dtype: str) -> None:
     assert torch.equal(found, plain.forward(prefill(tokens, 23, 40)))
 
 
-def test_commit_refuses_slots_that_are_not_there(folder: Path) -> None:
+def test_commit_refuses_kv_slots_that_are_not_there(folder: Path) -> None:
     runner = build(folder)
-    with pytest.raises(ValueError, match="slot"):
+    with pytest.raises(ValueError, match="KV slot"):
         runner.commit(np.array([192], np.int32), np.array([0], np.int32))
-    with pytest.raises(ValueError, match="slot"):
+    with pytest.raises(ValueError, match="KV slot"):
         runner.commit(np.array([0], np.int32), np.array([-1], np.int32))
     with pytest.raises(ValueError, match="length"):
         runner.commit(np.array([0, 1], np.int32), np.array([0], np.int32))

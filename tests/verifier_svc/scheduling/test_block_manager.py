@@ -31,13 +31,13 @@ def num_found(manager: BlockManager, tokens: list[int], salt: str | None = None)
     return found
 
 
-def test_reserving_takes_as_many_blocks_as_the_slots_need():
+def test_reserving_takes_as_many_blocks_as_the_kv_slots_need():
     manager = BlockManager(4, 4)
     table = manager.match_prefix([1, 2], None)
     assert (table.block_ids, manager.num_free_blocks) == ([], 4)
-    for num_slots, num_blocks in ((1, 1), (4, 1), (5, 2), (3, 2), (16, 4)):
-        assert manager.can_reserve(table, num_slots)
-        manager.reserve(table, num_slots)
+    for num_kv_slots, num_blocks in ((1, 1), (4, 1), (5, 2), (3, 2), (16, 4)):
+        assert manager.can_reserve(table, num_kv_slots)
+        manager.reserve(table, num_kv_slots)
         assert len(table.block_ids) == num_blocks
     assert sorted(table.block_ids) == [0, 1, 2, 3]
     assert not manager.can_reserve(table, 17)
