@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 
 from foretoken.errors import ConfigError
@@ -88,8 +89,7 @@ def config_file(model: str, revision: str | None = None) -> Path | None:
     from huggingface_hub import errors, hf_hub_download
 
     with _plain_errors(model, revision):
-        if "/" not in model:
-            _ask_once(model, revision)
+        _ask_once(model, revision)
         try:
             return Path(hf_hub_download(model, "config.json", revision=revision))
         except errors.EntryNotFoundError as error:
@@ -103,8 +103,8 @@ def _ask_once(model: str, revision: str | None) -> None:
 
     It is also raised if the hub does not answer.
 
-    A download would retry for half a minute: too long for a name that is
-    more likely a mistyped folder.
+    A download would retry for half a minute and say so eleven times: too long for a machine without
+    a network. A hub that answers with an error of its own gets these retries.
     """
     from huggingface_hub import HfApi, errors, try_to_load_from_cache
 
@@ -112,7 +112,10 @@ def _ask_once(model: str, revision: str | None) -> None:
         return
     try:
         HfApi().model_info(model, revision=revision, timeout=HUB_TIMEOUT_S)
-    except (errors.HfHubHTTPError, errors.HFValidationError):
+    except errors.HfHubHTTPError as error:
+        if error.response.status_code < HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise
+    except errors.HFValidationError:
         raise
     except Exception as error:  # Errors of the HTTP client, or the hub is switched off.
         raise errors.LocalEntryNotFoundError(str(error)) from error
@@ -189,6 +192,7 @@ def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     with _plain_errors(model, revision):
+        _ask_once(model, revision)
         folder = snapshot_download(
             model, revision=revision, allow_patterns=list(ALLOW_PATTERNS), ignore_patterns=list(IGNORE_PATTERNS)
         )
@@ -201,7 +205,7 @@ def _plain_errors(model: str, revision: str | None, file: str = "") -> Iterator[
     from huggingface_hub import errors
 
     at = f" at revision {revision}" if revision else ""
-    meant = "" if "/" in model else _MEANT
+    meant = "; a folder with the checkpoint needs no hub" if "/" in model else _MEANT
     try:
         yield
     except errors.GatedRepoError:
@@ -210,7 +214,8 @@ def _plain_errors(model: str, revision: str | None, file: str = "") -> Iterator[
         raise ConfigError(f"--revision: the hub has no {revision!r} of {model}") from None
     except errors.RepositoryNotFoundError:
         raise ConfigError(
-            f"no folder and no public hub id: {model} (a private one needs: hf auth login){meant}"
+            f"no folder and no public hub id: {model} (a private one needs: hf auth login)"
+            + (_MEANT if "/" not in model else "")
         ) from None
     except errors.HFValidationError:
         raise ConfigError(f"no such folder: {model}{_NO_ID}") from None

@@ -69,7 +69,12 @@ def _check_model(given: Given) -> tuple[list[DrafterSpec], list[Finding]]:
     findings = [tried("command line", partial(_build_settings, given), "its flags can be used together")]
     given, said = speculators.expand(given)
     options = given.settings(DoctorOptions)
-    specs = service_settings.drafter_specs(given, options, said)
+    specs: list[DrafterSpec] = []
+    try:
+        specs = service_settings.drafter_specs(given, options, said)
+    except ForetokenError as error:
+        # The model may be fine, and is checked all the same.
+        findings.append(fault("drafters", " ".join(error.message.split())))
     findings += [ok("command line", line) for line in said]
     target = hub.cached(given.values["model"], options.revision)
     if target is None:
@@ -109,7 +114,10 @@ def _check_drafter(given: Given, spec: DrafterSpec, target: Path) -> list[Findin
     """
     name, findings = f"drafter {spec.name}", []
     if spec.model is not None:
-        folder = hub.cached(spec.model)
+        try:
+            folder = hub.cached(spec.model)
+        except ForetokenError as error:
+            return [fault(name, " ".join(error.message.split()))]
         if folder is None:
             return [_not_downloaded(name, spec.model)]
         findings.append(model_files.check_model_files(f"{name} files", folder, model_files.OF_HEAD))
@@ -120,7 +128,8 @@ def _check_drafter(given: Given, spec: DrafterSpec, target: Path) -> list[Findin
         settings = service_settings.drafter_settings(given, spec, "unix:/none")
         service_settings.check_drafters(given, [settings], target)
 
-    findings.append(tried(name, check, f"{spec.algorithm} fits the target"))
+    advice = "" if spec.model is None else "use a head that was trained for this model, and name its algorithm"
+    findings.append(tried(name, check, f"{spec.algorithm} fits the target", advice))
     return findings
 
 

@@ -87,6 +87,20 @@ def test_a_drafter_of_another_algorithm() -> None:
     assert found["drafter grams"]["level"] == "ok"
 
 
+@pytest.mark.parametrize(
+    ("spec", "check", "message"),
+    [
+        ("name=head,algorithm=EAGLE3,model=/nonexistent", "drafter head", "no such folder: /nonexistent"),
+        ("name=head,algorithm=OTHER", "drafters", "--drafter algorithm: expected"),
+        ("algorithm=NGRAM", "drafters", "--drafter name: must be given"),
+    ],
+)
+def test_a_mistake_in_a_drafter_is_not_the_models(spec: str, check: str, message: str) -> None:
+    found = findings(DEMO / "target", "--drafter", spec)
+    assert found[check]["level"] == "fault" and message in found[check]["found"]
+    assert (found["model"]["level"], found["target"]["level"]) == ("ok", "ok")
+
+
 def test_a_head_for_another_target(target: Path, tmp_path: Path) -> None:
     head = tmp_path / "head"
     shutil.copytree(DEMO / "eagle3", head)
@@ -95,6 +109,7 @@ def test_a_head_for_another_target(target: Path, tmp_path: Path) -> None:
     (head / "config.json").write_text(json.dumps(config))
     found = findings(target, "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", head)
     assert found["drafter eagle3"]["level"] == "fault"
+    assert "trained for this model" in found["drafter eagle3"]["advice"]
     assert "the target has 8 layers" in found["drafter eagle3"]["found"]
 
 

@@ -129,6 +129,14 @@ def test_what_cannot_be_had_is_one_line(
     assert "Traceback" not in result.stderr
 
 
+def test_without_a_network_nothing_is_retried(hub: Hub) -> None:
+    for way in ("config", "resolve"):
+        words = (way, "org/model") if way == "config" else ("org/model",)
+        result = hub.resolve(*words, HF_ENDPOINT="http://127.0.0.1:9")
+        (line,) = result.stderr.splitlines()
+        assert "the hub does not answer or is switched off; a folder with the checkpoint needs no hub" in line
+
+
 def test_a_name_without_a_slash_is_asked_for_once(hub: Hub) -> None:
     """It is an old id or, more likely, a mistyped folder, for which nobody waits."""
     found = hub.resolve("config", "old-id")
