@@ -31,4 +31,4 @@ def draw(content: dict[str, Any]) -> str:
         arms[arm] = [Mark(row["user_tokens_per_s"], row["tokens_per_s"], row["point"]) for row in found]
     title = f"{content['workload']}: output tok/s of the server against tok/s of one user ({content['device']['gpu']})"
     colours = {arm: COLOURS.get(arm, TEXT) for arm in arms}
-    return Picture(title, "tok/s of one user (1 / TPOT p50)", arms, colours).svg()
+    return Picture(title, "tok/s of one user (1 / TPOT p50)", "output tok/s of the server", arms, colours).svg()

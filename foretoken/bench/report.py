@@ -193,11 +193,13 @@ def draw(rows: Sequence[Row]) -> str:
     has_names = len({row["server"] for row in found}) > 1
     lines: dict[str, list[Mark]] = {}
     for row in found:
-        kind = "arrivals" if row["request_rate"] else "at once"
-        name = f"{row['server']}, {kind}" if has_names else kind
+        # What the numbers beside the line's points count.
+        kind = "requests a second" if row["request_rate"] else "requests at once"
+        name = f"{row['server']} server, {kind}" if has_names else kind
         lines.setdefault(name, []).append(Mark(row["interactivity_p50"], row["tokens_per_s"], row["load"]))
     title = "Output tok/s of the server against tok/s of one user"
-    return Picture(title, "tok/s of one user (1 / median time per token of whole requests)", lines, {}).svg()
+    x_title = "tok/s of one user (1 / median time per token of whole requests)"
+    return Picture(title, x_title, "output tok/s of the server", lines, {}).svg()
 
 
 def _lines() -> list[tuple[str, _Cell]]:

@@ -8,13 +8,18 @@ from statistics import median
 from typing import Any
 
 from foretoken.bench.picture import Mark, Picture
+from foretoken.tune.bars import Bar, draw_bars
 from foretoken.tune.candidates import AUTO, BASELINES, PLAIN, Candidate
 from foretoken.tune.choice import LimitedCandidate, best_of, score_of
 from foretoken.tune.tuner import Findings
 
 # With fewer rounds the median may be one lucky round.
 ENOUGH_ROUNDS = 4
-COLOURS = {"plain": "#718096", "auto": "#2f855a", "chosen": "#dd6b20", "best of each": "#2563eb"}
+COLOURS = {"plain": "#718096", "auto": "#2f855a", "chosen": "#dd6b20", "best of each": "#93b4f5"}
+# A candidate of several names shows under each: a narrow line lies on a wide one.
+WIDTHS = {"best of each": 9.0, "plain": 5.0, "auto": 5.0}
+# Of a bar whose candidate has no colour of its own.
+OTHER = "#93b4f5"
 
 
 def medians(findings: Findings) -> dict[int, dict[Candidate, float]]:
@@ -116,25 +121,63 @@ def to_content(findings: Findings, choice: LimitedCandidate, facts: dict[str, An
 
 
 def draw(findings: Findings, choice: LimitedCandidate) -> str:
-    """Return a picture: tok/s by requests at once.
+    """Return a picture of the speeds as SVG text.
 
-    It has the choice, the best, ``auto`` and plain decode.
+    It has a line by requests at once for the choice, the best, ``auto`` and plain decode; with one
+    number of requests, a bar for each candidate.
     """
     rates = medians(findings)
-    lines: dict[str, list[Mark]] = {}
+    if len(rates) == 1:
+        return _draw_bars(findings, choice)
+    lines: dict[str, list[Mark]] = {"best of each": []}
+    for index, measured in enumerate(rates.values()):
+        best = best_of(measured)
+        lines["best of each"].append(Mark(index, measured[best], best.name))
     for name, candidate, limit in (
         ("plain", PLAIN, 0),
         ("auto", AUTO, 0),
         ("chosen", choice.candidate, choice.max_batch_size),
     ):
-        taken = {batch: PLAIN if 0 < limit < batch else candidate for batch in rates}
-        marks = [Mark(batch, rates[batch][each], "") for batch, each in taken.items() if each in rates[batch]]
+        taken = [_taken(candidate, limit, batch) for batch in rates]
+        marks = [
+            Mark(index, measured[each], "")
+            for index, (each, measured) in enumerate(zip(taken, rates.values(), strict=True))
+            if each in measured
+        ]
         if marks:
             lines[name] = marks
-    lines["best of each"] = [
-        Mark(batch, measured[best], best.name) for batch, measured in rates.items() for best in [best_of(measured)]
-    ]
-    return Picture("Tokens a second", "requests at once", lines, COLOURS).svg()
+    return Picture(
+        title="Output tokens a second by requests at once; labels name the fastest candidate",
+        x_title="requests at once",
+        y_title="output tokens a second, all requests",
+        lines=lines,
+        colours=COLOURS,
+        places=list(map(str, rates)),
+        widths=WIDTHS,
+    ).svg()
+
+
+def _taken(candidate: Candidate, limit: int, batch: int) -> Candidate:
+    """Return who decodes a batch: nobody drafts beyond ``limit`` requests; 0: there is none."""
+    return PLAIN if 0 < limit < batch else candidate
+
+
+def _draw_bars(findings: Findings, choice: LimitedCandidate) -> str:
+    """Return bars for the only number of requests, the fastest candidate first."""
+    ((batch, rates),) = medians(findings).items()
+    chosen = _taken(choice.candidate, choice.max_batch_size, batch)
+    most_rounds = max(map(len, findings.rates[batch].values()))
+    bars = []
+    for candidate in sorted(rates, key=lambda each: -rates[each]):
+        words = [f"{rates[candidate]:.0f}"]
+        if candidate == chosen:
+            words.append("chosen")
+        if len(findings.rates[batch][candidate]) < most_rounds:
+            words.append("dropped early")
+        colour = COLOURS["chosen"] if candidate == chosen else COLOURS.get(candidate.name, OTHER)
+        bars.append(Bar(candidate.name, rates[candidate], ", ".join(words), colour, candidate == chosen))
+    title = f"Output tokens a second by candidate, {batch} request{'s' if batch != 1 else ''} at once"
+    return draw_bars(title, "output tokens a second, all requests", bars)
 
 
 def _cell(candidate: Candidate, measured: Mapping[Candidate, list[float]], rates: Mapping[Candidate, float]) -> str:

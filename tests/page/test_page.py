@@ -351,7 +351,10 @@ class TestAccessibility:
 
     async def test_axe_has_nothing_serious_and_nothing_is_cut_off(self, stack: Stack, opened: Opened) -> None:
         page = opened.page
-        stack.verifier.info.drafters.add(name="second", algorithm="EAGLE3", state="broken", reason="nobody listens")
+        address = "unix:/tmp/foretoken-8d1f02c7/a-drafter-with-a-long-name-in-a-folder.sock"
+        stack.verifier.info.drafters.add(
+            name="second", algorithm="EAGLE3", state="broken", reason="nobody listens", address=address
+        )
         stack.verifier.script = drafted(stack)
 
         async def check() -> None:
@@ -376,6 +379,10 @@ class TestAccessibility:
         await page.keyboard.press("Enter")
         await page.wait_for_selector("#requests td:has-text('/v1/completions')")
         await check()
+        if page.viewport_size == DESKTOP:
+            # Long addresses break.
+            region = page.locator("#drafter-table")
+            assert await region.evaluate("(region) => region.scrollWidth - region.clientWidth") <= 1
         for table in ("#drafter-table", "#request-table"):
             await self.check_sideways(opened, table)
 

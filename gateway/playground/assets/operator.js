@@ -6,6 +6,8 @@ import {number, percent} from "./panel.js";
 import {ScrollHint} from "./scroll_hint.js";
 
 const REFRESH_MS = 2000;
+// What ended as somebody wanted: ``cancelled`` is a client's own stop.
+const NO_FAILURES = ["ok", "cancelled"];
 const NO_ENDPOINTS = "This server has no operator's endpoints: it was started without --admin-api-key-file.";
 
 export class OperatorView {
@@ -120,9 +122,15 @@ export class OperatorView {
       "tr", {}, element("td", {text: name}), shown, element("td", {}, ...(state === "detached" ? [] : [detach])),
       element("td", {text: algorithm}), element("td", {class: "number", text: String(drafted)}),
       element("td", {class: "number", text: drafted ? percent(accepted / drafted) : "–"}),
-      ...[transport, address || "in the verifier", verifier].map((text) => element("td", {text})),
+      element("td", {text: transport}), addressCell(address || "in the verifier"), addressCell(verifier),
     );
   }
+}
+
+// An address may break after each part of a path, so that a long one needs no scrolling.
+function addressCell(address) {
+  const parts = address.split(/(?<=[/:.])/u).flatMap((part) => [part, element("wbr")]);
+  return element("td", {class: "address"}, ...parts);
 }
 
 function tile(value, words, ...more) {
@@ -155,7 +163,7 @@ function requestRow(request) {
   ];
   return element(
     "tr", {}, element("td", {text: ended}), element("td", {text: request.api}),
-    element("td", {}, element("span", {class: request.outcome === "ok" ? "" : "failed", text: request.outcome})),
+    element("td", {}, element("span", {class: NO_FAILURES.includes(request.outcome) ? "" : "failed", text: request.outcome})),
     ...numbers.map((text) => element("td", {class: "number", text: String(text)})),
     element("td", {text: request.drafter || "–"}), element("td", {text: request.key || "–"}),
   );

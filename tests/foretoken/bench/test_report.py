@@ -161,7 +161,8 @@ def test_the_picture_has_a_line_for_each_server_and_kind_and_a_mark_for_each_loa
     assert len(root.findall(f"{space}polyline")) == 3
     words = [element.text for element in root.iter(f"{space}text")]
     assert words.count("4") == 2 and words.count("8") == 1 and words.count("3/s") == 1
-    assert {"<a>, at once", "b, at once", "b, arrivals"} <= {*words}
+    assert {"<a> server, requests at once", "b server, requests at once", "b server, requests a second"} <= {*words}
+    assert "output tok/s of the server" in words
     assert "<a>" not in report.draw([row("<a>")])
     with pytest.raises(ValueError, match="nothing to draw"):
         report.draw([FAILED])
