@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 # Average width of a character as a part of the font size; wide enough for digits and small letters.
@@ -49,7 +50,7 @@ def around(x: float, y: float, radius: float) -> Box:
 
 def along(points: Sequence[tuple[float, float]]) -> Iterator[Box]:
     """Yield small boxes that cover the line through the points."""
-    for (x, y), (next_x, next_y) in pairwise(points):
+    for (x, y), (next_x, next_y) in itertools.pairwise(points):
         count = max(1, int(max(abs(next_x - x), abs(next_y - y)) / LINE_STEP))
         for number in range(count):
             part = number / count
@@ -57,26 +58,38 @@ def along(points: Sequence[tuple[float, float]]) -> Iterator[Box]:
 
 
 def place(
-    text: str, point: tuple[float, float], size: float, room: Box, taken: Sequence[Box], avoided: Sequence[Box]
+    text: str,
+    point: tuple[float, float],
+    size: float,
+    room: Box,
+    taken: Sequence[Box],
+    avoided: Sequence[Box],
+    others: Sequence[tuple[float, float]] = (),
 ) -> Box | None:
     """Return where a label of a point goes; None if it would cover what is taken.
 
-    It stays within ``room``, and off lines, which are ``avoided``, if it can.
+    It stays within ``room``. If it can, it is off lines, which are ``avoided``, and nearer to its
+    own point than to ``others``.
     """
+
+    def faults(box: Box) -> int:
+        middle = ((box.left + box.right) / 2, (box.top + box.bottom) / 2)
+        own = math.dist(middle, point)
+        return any(map(box.overlaps, avoided)) + 2 * any(math.dist(middle, other) < own for other in others)
+
     free = [
         box
         for box in _places(point, text_width(text, size), size)
         if room.holds(box) and not any(map(box.overlaps, taken))
     ]
-    off_lines = (box for box in free if not any(map(box.overlaps, avoided)))
-    return next(off_lines, free[0] if free else None)
+    return min(free, key=faults, default=None)
 
 
 def _places(point: tuple[float, float], width: float, height: float) -> Iterator[Box]:
     x, y = point
     for gap in GAPS:
         for top in (y - gap - height, y + gap, y - height / 2):
-            for left in (x + gap, x - gap - width, x - width / 2):
+            for left in (x - width / 2, x + gap, x - gap - width):
                 # The middle of both is the point itself.
                 if top != y - height / 2 or left != x - width / 2:
                     yield Box(left, top, left + width, top + height)

@@ -55,9 +55,13 @@ class Picture:
         marks = [mark for line in self.lines.values() for mark in line]
         ys = nice_ticks(max(mark.y for mark in marks))
         # By the x of a mark; half a place stays free at both ends.
+        xs: dict[float, str]
         if self.places:
-            xs: dict[float, str] = dict(enumerate(self.places))
-            least, most = -0.5, len(self.places) - 0.5
+            xs, least, most = (
+                {float(index): name for index, name in enumerate(self.places)},
+                -0.5,
+                len(self.places) - 0.5,
+            )
         else:
             ticks = nice_ticks(max(mark.x for mark in marks))
             xs, least, most = {tick: f"{tick:g}" for tick in ticks}, 0.0, ticks[-1]
@@ -85,7 +89,7 @@ class Picture:
             y = TOP + 14 + 20 * index
             parts.append(f'<circle cx="{right + 20}" cy="{y - 4}" r="5" fill="{colour}"/>')
             parts.append(text_at(right + 32, y, name))
-        parts += self._labels(points, Box(LEFT, TOP - 8, right, bottom))
+        parts += self._labels(points, Box(LEFT - 6, TOP - 8, right, bottom))
         return "\n".join([*parts, "</svg>"]) + "\n"
 
     def _labels(self, points: Mapping[str, Sequence[tuple[float, float]]], room: Box) -> list[str]:
@@ -94,10 +98,11 @@ class Picture:
             around(x, y, _radius(self.widths.get(name, LINE_WIDTH))) for name, line in points.items() for x, y in line
         ]
         lines = [box for line in points.values() for box in along(line)]
+        dots = [point for line in points.values() for point in line]
         parts = []
         for name, marks in self.lines.items():
             for mark, point in zip(marks, points[name], strict=True):
-                box = place(mark.text, point, LABEL_SIZE, room, taken, lines) if mark.text else None
+                box = place(mark.text, point, LABEL_SIZE, room, taken, lines, dots) if mark.text else None
                 if box is not None:
                     taken.append(box)
                     middle = (box.left + box.right) / 2

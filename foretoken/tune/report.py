@@ -130,9 +130,11 @@ def draw(findings: Findings, choice: LimitedCandidate) -> str:
     if len(rates) == 1:
         return _draw_bars(findings, choice)
     lines: dict[str, list[Mark]] = {"best of each": []}
+    named: Candidate | None = None
     for index, measured in enumerate(rates.values()):
         best = best_of(measured)
-        lines["best of each"].append(Mark(index, measured[best], best.name))
+        lines["best of each"].append(Mark(index, measured[best], "" if best == named else best.name))
+        named = best
     for name, candidate, limit in (
         ("plain", PLAIN, 0),
         ("auto", AUTO, 0),
@@ -147,7 +149,7 @@ def draw(findings: Findings, choice: LimitedCandidate) -> str:
         if marks:
             lines[name] = marks
     return Picture(
-        title="Output tokens a second by requests at once; labels name the fastest candidate",
+        title="Output tokens a second by requests at once; labels name the fastest where it changes",
         x_title="requests at once",
         y_title="output tokens a second, all requests",
         lines=lines,

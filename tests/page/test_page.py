@@ -351,10 +351,7 @@ class TestAccessibility:
 
     async def test_axe_has_nothing_serious_and_nothing_is_cut_off(self, stack: Stack, opened: Opened) -> None:
         page = opened.page
-        address = "unix:/tmp/foretoken-8d1f02c7/a-drafter-with-a-long-name-in-a-folder.sock"
-        stack.verifier.info.drafters.add(
-            name="second", algorithm="EAGLE3", state="broken", reason="nobody listens", address=address
-        )
+        stack.verifier.info.drafters.add(name="second", algorithm="EAGLE3", state="broken", reason="nobody listens")
         stack.verifier.script = drafted(stack)
 
         async def check() -> None:
@@ -379,10 +376,6 @@ class TestAccessibility:
         await page.keyboard.press("Enter")
         await page.wait_for_selector("#requests td:has-text('/v1/completions')")
         await check()
-        if page.viewport_size == DESKTOP:
-            # Long addresses break.
-            region = page.locator("#drafter-table")
-            assert await region.evaluate("(region) => region.scrollWidth - region.clientWidth") <= 1
         for table in ("#drafter-table", "#request-table"):
             await self.check_sideways(opened, table)
 
@@ -522,3 +515,57 @@ async def test_without_an_operator_the_tab_says_so(stack: Stack, opened: Opened)
     await opened.page.fill("#operator-key", OPERATOR)
     await opened.page.keyboard.press("Enter")
     await opened.page.wait_for_selector("#operator-alert:has-text('--admin-api-key-file')")
+
+
+class TestOperatorAtWidths:
+    @pytest.fixture
+    def settings(self, settings: GatewaySettings, tmp_path: Path) -> GatewaySettings:
+        (tmp_path / "operator").write_text(OPERATOR)
+        return build(GatewaySettings, settings.model_dump() | {"admin_api_key_file": tmp_path / "operator"})
+
+    async def open_tab(self, opened: Opened) -> None:
+        await opened.page.click("#tab-operator")
+        await opened.page.fill("#operator-key", OPERATOR)
+        await opened.page.keyboard.press("Enter")
+        await opened.page.wait_for_selector("#drafters .state-attached")
+
+    async def test_long_addresses_need_no_scrolling_and_detach_is_in_sight(self, stack: Stack, opened: Opened) -> None:
+        page = opened.page
+        address = "unix:/home/someone/.cache/foretoken/run/0123456789abcdef/drafters/second-drafter.sock"
+        stack.verifier.info.drafters.add(name="second", algorithm="EAGLE3", state="attached", address=address)
+        # The gateway learns of it.
+        assert (await stack.http.get("/version")).status_code == 200
+        await self.open_tab(opened)
+        cell = page.locator("#drafters tr:has-text('second') .address").first
+        await cell.wait_for()
+        assert await cell.text_content() == address
+        region = page.locator("#drafter-table")
+        assert await region.evaluate("(region) => region.scrollWidth - region.clientWidth") <= 1
+        await page.set_viewport_size({"width": 375, "height": 740})
+        box = await page.locator("[aria-label='Detach second']").bounding_box()
+        around = await region.bounding_box()
+        assert box and around and box["x"] + box["width"] <= around["x"] + around["width"] <= 375
+        assert await opened.violations() == []
+
+    async def test_an_error_stands_apart_from_the_tabs(self, opened: Opened) -> None:
+        opened.refused = {401, 403}
+        page = opened.page
+        await page.click("#tab-operator")
+        await page.fill("#operator-key", "wrong")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("#operator-alert:visible")
+        tabs = await page.locator("[role=tablist]").bounding_box()
+        alert = await page.locator("#operator-alert").bounding_box()
+        assert tabs and alert and alert["y"] - (tabs["y"] + tabs["height"]) >= 8
+
+    async def test_a_stopped_request_is_no_failure(self, stack: Stack, opened: Opened) -> None:
+        page = opened.page
+        never = asyncio.Event()
+        stack.verifier.script = lambda player: paused(player, stack.ids("hello world"), never)
+        await page.click("#run")
+        await page.wait_for_selector(".output:has-text('hello world')")
+        await page.click("#stop")
+        await self.open_tab(opened)
+        outcome = page.locator("#requests td span:text-is('cancelled')").first
+        await outcome.wait_for()
+        assert not await outcome.get_attribute("class")

@@ -119,7 +119,7 @@ export class OperatorView {
     if (reason) shown.append(element("span", {class: "soft", text: ` ${reason}`}));
     if (attaches > 1) shown.append(element("span", {class: "soft", text: ` attached ${attaches} times`}));
     return element(
-      "tr", {}, element("td", {text: name}), shown, element("td", {}, ...(state === "detached" ? [] : [detach])),
+      "tr", {}, element("td", {class: "name", text: name}), element("td", {}, ...(state === "detached" ? [] : [detach])), shown,
       element("td", {text: algorithm}), element("td", {class: "number", text: String(drafted)}),
       element("td", {class: "number", text: drafted ? percent(accepted / drafted) : "–"}),
       element("td", {text: transport}), addressCell(address || "in the verifier"), addressCell(verifier),

@@ -162,7 +162,7 @@ def test_the_picture_has_a_line_for_each_server_and_kind_and_a_mark_for_each_loa
     words = [element.text for element in root.iter(f"{space}text")]
     assert words.count("4") == 2 and words.count("8") == 1 and words.count("3/s") == 1
     assert {"<a> server, requests at once", "b server, requests at once", "b server, requests a second"} <= {*words}
-    assert "output tok/s of the server" in words
+    assert {"output tok/s of the server", "tok/s of one user (1 / median time per token of whole requests)"} <= {*words}
     assert "<a>" not in report.draw([row("<a>")])
     with pytest.raises(ValueError, match="nothing to draw"):
         report.draw([FAILED])
