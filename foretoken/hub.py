@@ -6,6 +6,8 @@ cache folder.
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +26,10 @@ DEMO = "demo"
 DEMO_SERVED_NAME = "foretoken-demo"
 # Seconds that the hub has for one answer.
 HUB_TIMEOUT_S = 10.0
+# Besides all from 500 up, the answers after which a download tries again.
+_RETRIED = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 # What may have been meant by a name without a slash.
-_MEANT = "; for a folder, check its path; a hub id is ORG/NAME (a few old ones, such as gpt2, have no ORG)"
+_MEANT = "for a folder, check its path; a hub id is ORG/NAME (a few old ones, such as gpt2, have no ORG)"
 _NO_ID = " (and it is not a hub id: those are ORG/NAME)"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -98,22 +102,23 @@ def config_file(model: str, revision: str | None = None) -> Path | None:
             return None
 
 
-def _ask_once(model: str, revision: str | None) -> None:
+def _ask_once(model: str, revision: str | None, file: str = "config.json") -> None:
     """Raise the library's error for a model that is neither cached nor on the hub.
 
-    It is also raised if the hub does not answer.
+    It is also raised if the hub does not answer. A model is cached if its ``file`` is.
 
     A download would retry for half a minute and say so eleven times: too long for a machine without
     a network. A hub that answers with an error of its own gets these retries.
     """
     from huggingface_hub import HfApi, errors, try_to_load_from_cache
 
-    if isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
+    if isinstance(try_to_load_from_cache(model, file, revision=revision), str):
         return
     try:
         HfApi().model_info(model, revision=revision, timeout=HUB_TIMEOUT_S)
     except errors.HfHubHTTPError as error:
-        if error.response.status_code < HTTPStatus.INTERNAL_SERVER_ERROR:
+        status = error.response.status_code
+        if status < HTTPStatus.INTERNAL_SERVER_ERROR and status not in _RETRIED:
             raise
     except errors.HFValidationError:
         raise
@@ -179,6 +184,7 @@ def resolve_file(name: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     with _plain_errors(model, None, file):
+        _ask_once(model, None, file)
         return Path(hf_hub_download(model, file))
 
 
@@ -200,14 +206,32 @@ def _download(model: str, revision: str | None) -> Path:
 
 
 @contextmanager
+def _without_retry_messages() -> Iterator[None]:
+    """Hide the library's warnings, such as a line or two for each retry."""
+    from huggingface_hub.utils.logging import get_verbosity, set_verbosity
+
+    level = get_verbosity()
+    # Whoever sets a level wants to see them.
+    if level == logging.WARNING and "HF_HUB_VERBOSITY" not in os.environ:
+        set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        set_verbosity(level)
+
+
+@contextmanager
 def _plain_errors(model: str, revision: str | None, file: str = "") -> Iterator[None]:
-    """Raise ConfigError of one line for the library's errors about a model or one of its files."""
+    """Raise ConfigError of one line for the library's errors about a model or one of its files.
+
+    Hide the library's own messages.
+    """
     from huggingface_hub import errors
 
     at = f" at revision {revision}" if revision else ""
-    meant = "; a folder with the checkpoint needs no hub" if "/" in model else _MEANT
     try:
-        yield
+        with _without_retry_messages():
+            yield
     except errors.GatedRepoError:
         raise ConfigError(f"{model} is gated: accept its terms on the hub, then run: hf auth login") from None
     except errors.RevisionNotFoundError:
@@ -215,18 +239,31 @@ def _plain_errors(model: str, revision: str | None, file: str = "") -> Iterator[
     except errors.RepositoryNotFoundError:
         raise ConfigError(
             f"no folder and no public hub id: {model} (a private one needs: hf auth login)"
-            + (_MEANT if "/" not in model else "")
+            + ("" if "/" in model else f"; {_MEANT}")
         ) from None
     except errors.HFValidationError:
         raise ConfigError(f"no such folder: {model}{_NO_ID}") from None
     except errors.LocalEntryNotFoundError:
+        is_neither = f"/{file} is neither a file nor cached" if file else f"{at} is neither a folder nor a cached model"
         raise ConfigError(
-            f"{model}{at} is neither a folder nor a cached model, and the hub does not answer or is switched off{meant}"
+            f"{model}{is_neither}, and the hub does not answer or is switched off; {_without_hub(model, file)}"
         ) from None
     except errors.EntryNotFoundError:
         raise ConfigError(f"there is no file {file} here or in {model}{at} on the hub") from None
     except Exception as error:  # The library's errors and those of its HTTP client share no base.
         raise ConfigError(f"cannot download {model}{at}: {_first_line(error)}") from error
+
+
+def _without_hub(model: str, file: str) -> str:
+    """Return what a user can do whose model or file is not cached while no hub answers."""
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if not file and "/" not in model:
+        return _MEANT
+    kind = "file" if file else "folder"
+    if HF_HUB_OFFLINE:
+        return f"pass a {kind}, or unset HF_HUB_OFFLINE"
+    return f"pass a {kind}, or set HF_HUB_OFFLINE=1 to use cached models"
 
 
 def _first_line(error: Exception) -> str:

@@ -130,11 +130,27 @@ def test_what_cannot_be_had_is_one_line(
 
 
 def test_without_a_network_nothing_is_retried(hub: Hub) -> None:
-    for way in ("config", "resolve"):
-        words = (way, "org/model") if way == "config" else ("org/model",)
-        result = hub.resolve(*words, HF_ENDPOINT="http://127.0.0.1:9")
-        (line,) = result.stderr.splitlines()
-        assert "the hub does not answer or is switched off; a folder with the checkpoint needs no hub" in line
+    rows = (("folder", "config", "org/model"), ("folder", "org/model"), ("file", "file", "org/model/freq_8.pt"))
+    for kind, *words in rows:
+        for environment, advice in (
+            ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "set HF_HUB_OFFLINE=1 to use cached models"),
+            ({"HF_HUB_OFFLINE": "1"}, "unset HF_HUB_OFFLINE"),
+        ):
+            (line,) = hub.resolve(*words, **environment).stderr.splitlines()
+            assert line.endswith(f"the hub does not answer or is switched off; pass a {kind}, or {advice}")
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_hub_that_stumbles_is_asked_again_in_silence(hub: Hub, status: int) -> None:
+    hub.server.failures = [status] * 5
+    result = hub.resolve("config", "org/model")
+    assert (result.returncode, hub.server.failures) == (0, []), result.stderr
+    assert Path(result.stdout.strip()).read_bytes() == FILES["config.json"]
+    assert "thrown while requesting" not in result.stderr and "Retry" not in result.stderr
+    # Unless the user asks for these lines.
+    hub.server.failures = [status] * 5
+    loud = hub.resolve("file", "org/model/freq_8.pt", HF_HUB_VERBOSITY="warning")
+    assert loud.returncode == 0 and f"HTTP Error {status} thrown while requesting" in loud.stderr
 
 
 def test_a_name_without_a_slash_is_asked_for_once(hub: Hub) -> None:

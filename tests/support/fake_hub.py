@@ -28,6 +28,8 @@ class FakeHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.repositories = repositories
         self.paths: list[str] = []
+        # Statuses of the next answers, in place of what was asked for.
+        self.failures: list[int] = []
 
     @property
     def url(self) -> str:
@@ -68,7 +70,9 @@ class Handler(BaseHTTPRequestHandler):
         # Old ids have no organization.
         length = 1 if parts[0] in self.server.repositories else 2
         name, (action, *rest) = "/".join(parts[:length]), parts[length:] or [""]
-        if name == "org/gated":
+        if self.server.failures:
+            self.reply(self.server.failures.pop(0), b'{"error": "later"}')
+        elif name == "org/gated":
             self.reply(403, b'{"error": "gated"}', {"X-Error-Code": "GatedRepo"})
         elif name not in self.server.repositories:
             self.reply(404, b'{"error": "not found"}', {"X-Error-Code": "RepoNotFound"})
