@@ -160,7 +160,7 @@ def draw(findings: Findings, choice: LimitedCandidate) -> str:
 
 
 def _taken(candidate: Candidate, limit: int, batch: int) -> Candidate:
-    """Return who decodes a batch: nobody drafts beyond ``limit`` requests; 0: there is none."""
+    """Return the candidate for a batch: plain decode above ``limit`` requests. A limit of 0 is none."""
     return PLAIN if 0 < limit < batch else candidate
 
 

@@ -1,4 +1,4 @@
-"""Decide above which batch size nobody drafts."""
+"""Decide above which batch size the server decodes plainly."""
 
 from __future__ import annotations
 
