@@ -140,7 +140,7 @@ def at_fault(option: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise type(error)(f"{option}: {error.message}") from error
+        raise type(error)(f"{option}: {error.message}", advice=error.advice) from error
 
 
 def to_flags(settings: BaseModel) -> list[str]:

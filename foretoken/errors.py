@@ -26,16 +26,19 @@ import grpc
 class ForetokenError(Exception):
     """Base of all errors that a user may see.
 
-    ``field`` names the request field at fault, or is empty.
+    Attributes:
+        field: the request field at fault, or empty.
+        advice: what the user can do, if the message does not say it; for ``foretoken doctor``.
     """
 
     status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     http_status: ClassVar[int] = 500
 
-    def __init__(self, message: str, *, field: str = "") -> None:
+    def __init__(self, message: str, *, field: str = "", advice: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.field = field
+        self.advice = advice
         # Whether the failed request has been counted and logged.
         self.is_reported = False
 

@@ -33,7 +33,10 @@ def check_head_folder(algorithm: str, path: Path | None, target: Path) -> None:
         name = head.stored_names["fc.weight"]
         *_, width = headers[name].shape
         if width != wanted:
-            raise ConfigError(f"{path} is a head for another target: {name} takes {width} values, not {wanted}")
+            raise ConfigError(
+                f"{path} is a head for another target: {name} takes {width} values, not {wanted}",
+                advice="use one that was trained for this model",
+            )
     check_head_tensors(path or target, headers, head, config)
 
 
@@ -57,7 +60,10 @@ def check_head(algorithm: str, path: Path) -> HeadConfig:
         raise CheckpointError(f"{path} has no MTP layers: it holds no tensor {named}")
     head = head_config(path)
     if head.family != algorithm.lower():
-        raise ConfigError(f"{path} holds a head of algorithm {head.family.upper()}, not of {algorithm}")
+        found = head.family.upper()
+        # MTP layers are no head in a folder of its own.
+        advice = f"use algorithm={found}" if found != "MTP" else "serve that model itself, with algorithm=MTP"
+        raise ConfigError(f"{path} holds a head of algorithm {found}, not of {algorithm}", advice=advice)
     return head
 
 

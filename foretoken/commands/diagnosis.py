@@ -128,8 +128,7 @@ def _check_drafter(given: Given, spec: DrafterSpec, target: Path) -> list[Findin
         settings = service_settings.drafter_settings(given, spec, "unix:/none")
         service_settings.check_drafters(given, [settings], target)
 
-    advice = "" if spec.model is None else "use a head that was trained for this model, and name its algorithm"
-    findings.append(tried(name, check, f"{spec.algorithm} fits the target", advice))
+    findings.append(tried(name, check, f"{spec.algorithm} fits the target"))
     return findings
 
 

@@ -41,12 +41,17 @@ def fault(check: str, found: str, advice: str = "") -> Finding:
     return Finding(check, "fault", found, advice)
 
 
+def failed(check: str, error: ForetokenError, advice: str = "") -> Finding:
+    """Return a fault with an error's message on one line. Its own advice wins over ``advice``."""
+    return fault(check, " ".join(error.message.split()), error.advice or advice)
+
+
 def tried(check: str, attempt: Callable[[], object], found: str, advice: str = "") -> Finding:
     """Return ``found`` if ``attempt`` raises no ForetokenError, else a fault with its message."""
     try:
         attempt()
     except ForetokenError as error:
-        return fault(check, " ".join(error.message.split()), advice)
+        return failed(check, error, advice)
     return ok(check, found)
 
 

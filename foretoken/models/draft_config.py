@@ -36,6 +36,8 @@ _MTP_NAMES: tuple[tuple[Layout, str, str], ...] = (
 MTP_PREFIXES = tuple(prefix for _, prefix, _ in _MTP_NAMES)
 _HEAD_MODEL_TYPES = ("llama", "llama4_text", "mistral", "qwen2", "qwen3")
 _DEFAULT_NUM_LAYERS = 3
+# What to do about a head that does not fit.
+OTHER_TARGET = "this head was made for another target; use one that was trained for this model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,9 @@ def head_captured_layers(config: HeadConfig, num_target_layers: int) -> tuple[in
     # Some configs call the last layer's output n + 1, but there is no layer n + 1 to enter.
     found = tuple(n if layer == n + 1 else layer for layer in found)
     if not all(0 <= layer <= n for layer in found):
-        raise ConfigError(f"the draft head reads the inputs of layers {list(found)}; the target has {n} layers")
+        raise ConfigError(
+            f"the draft head reads the inputs of layers {list(found)}; the target has {n} layers", advice=OTHER_TARGET
+        )
     return found
 
 

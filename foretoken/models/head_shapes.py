@@ -11,10 +11,15 @@ from pathlib import Path
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models.checkpoint_files import TensorHeader
 from foretoken.models.config import ModelConfig
-from foretoken.models.draft_config import HeadConfig, head_captured_layers
+from foretoken.models.draft_config import OTHER_TARGET, HeadConfig, head_captured_layers
 from foretoken.models.tensor_shapes import Shapes, check_tensors, layer_shapes
 
 INTEGER_TYPES = ("I64", "I32")
+# The config is the head's own, and may be another head's.
+_MISSHAPEN = (
+    "this head was made for another target, or its config.json for another head; "
+    "use one that was trained for this model"
+)
 # All exporters leave these in the file of a head that does not read them.
 _LEFT_OVER = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
 
@@ -59,7 +64,7 @@ def check_head_tensors(path: Path, headers: Mapping[str, TensorHeader], head: He
     def is_left_over(name: str) -> bool:
         return name in left_over or name.endswith("rotary_emb.inv_freq")
 
-    check_tensors(path, mine, shapes, is_left_over, "draft head")
+    check_tensors(path, mine, shapes, is_left_over, "draft head", _MISSHAPEN if head.family != "mtp" else "")
     size = head.draft_vocab_size
     if head.family != "eagle3" or size is None:
         return
@@ -78,7 +83,8 @@ def _eagle(path: Path, head: HeadConfig, target: ModelConfig) -> Shapes:
     body, size = head.body, head.body.hidden_size
     if size != target.hidden_size:
         raise ConfigError(
-            f"{path}: an EAGLE head of hidden size {size} does not match a target of {target.hidden_size}"
+            f"{path}: an EAGLE head of hidden size {size} does not match a target of {target.hidden_size}",
+            advice=OTHER_TARGET,
         )
     shapes: Shapes = {"fc.weight": (size, 2 * size)} | _if_stored(head, "fc.bias", size)
     for index in range(body.num_layers):
@@ -91,7 +97,9 @@ def _eagle3(path: Path, head: HeadConfig, target: ModelConfig) -> Shapes:
     body, size, stored = head.body, head.body.hidden_size, head.stored_names
     width = head.target_hidden_size or target.hidden_size
     if width != target.hidden_size:
-        raise ConfigError(f"{path}: target_hidden_size {width} does not match a target of {target.hidden_size}")
+        raise ConfigError(
+            f"{path}: target_hidden_size {width} does not match a target of {target.hidden_size}", advice=OTHER_TARGET
+        )
     num_states = len(head_captured_layers(head, target.num_layers))
     shapes: Shapes = {"fc.weight": (size, width * num_states)} | _if_stored(head, "fc.bias", size)
     shapes |= {f"layers.0.{name}.weight": (size,) for name in ("input_layernorm", "hidden_norm")}

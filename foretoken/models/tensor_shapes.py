@@ -80,6 +80,7 @@ def check_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     is_ignored: Callable[[str], bool],
     whole: str,
+    advice: str = "",
 ) -> None:
     """Raise CheckpointError that names missing, misshapen, mistyped and unknown tensors.
 
@@ -87,6 +88,7 @@ def check_tensors(
         headers: of all tensors in the folder.
         shapes: of the tensors that must be there.
         whole: what the tensors make.
+        advice: what to do about misshapen tensors.
     """
     faults = []
     missing = [name for name in shapes if name not in headers]
@@ -111,7 +113,7 @@ def check_tensors(
         verb = "is" if len(unknown) == 1 else "are"
         faults.append(f"{headers[unknown[0]].file}: tensor {_first(unknown)} {verb} not part of this {whole}")
     if faults:
-        raise CheckpointError("; ".join(faults))
+        raise CheckpointError("; ".join(faults), advice=advice if wrong else "")
 
 
 def _first(names: list[str]) -> str:

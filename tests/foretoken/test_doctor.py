@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from foretoken.cli import app
+from foretoken.models.draft_config import OTHER_TARGET
 from tests.support.command_line import DEMO, ENVIRONMENT, free_port
 from tests.support.fake_hub import running_hub
 
@@ -84,6 +85,7 @@ def test_a_drafter_of_another_algorithm() -> None:
     found = findings(DEMO / "target", "--drafter", spec, "--drafter", "name=grams,algorithm=NGRAM")
     assert (found["drafter head files"]["level"], found["drafter head"]["level"]) == ("ok", "fault")
     assert "holds a head of algorithm EAGLE3, not of EAGLE" in found["drafter head"]["found"]
+    assert found["drafter head"]["advice"] == "use algorithm=EAGLE3"
     assert found["drafter grams"]["level"] == "ok"
 
 
@@ -109,8 +111,31 @@ def test_a_head_for_another_target(target: Path, tmp_path: Path) -> None:
     (head / "config.json").write_text(json.dumps(config))
     found = findings(target, "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", head)
     assert found["drafter eagle3"]["level"] == "fault"
-    assert "trained for this model" in found["drafter eagle3"]["advice"]
+    assert found["drafter eagle3"]["advice"] == OTHER_TARGET
     assert "the target has 8 layers" in found["drafter eagle3"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem", "advice"),
+    [
+        ({"hidden_size": 512}, "fc.weight has shape [384, 1152]; the config needs [512, 1152]", "or its config.json"),
+        ({"target_hidden_size": 512}, "does not match a target of 384", OTHER_TARGET),
+    ],
+)
+def test_a_head_of_another_size(tmp_path: Path, changes: dict[str, int], problem: str, advice: str) -> None:
+    head = tmp_path / "head"
+    shutil.copytree(DEMO / "eagle3", head)
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(config | changes))
+    found = findings(DEMO / "target", "--drafter", f"name=head,algorithm=EAGLE3,model={head}")["drafter head"]
+    assert problem in found["found"]
+    assert advice in found["advice"] and found["advice"].endswith("use one that was trained for this model")
+
+
+def test_advice_about_heads_is_given_for_heads_only(tmp_path: Path) -> None:
+    spec = f"name=head,algorithm=EAGLE3,model={DEMO / 'eagle3'},token_map={tmp_path / 'none'}"
+    found = findings(DEMO / "target", "--drafter", spec)["drafter head"]
+    assert (found["level"], found["advice"]) == ("fault", "")
 
 
 def test_a_draft_model_with_another_vocabulary(target: Path, tmp_path: Path) -> None:
