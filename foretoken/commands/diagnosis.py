@@ -8,17 +8,20 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from drafter_svc.drafter_spec import DrafterSpec
+from drafter_svc.drafter_spec import DrafterSpec, parse_spec
 from foretoken import hub
 from foretoken.commands import service_settings, speculators
 from foretoken.commands.given import Given
 from foretoken.commands.service_settings import DoctorOptions
+from foretoken.config import parse_pairs
 from foretoken.doctor import gpu, model_files, multi_process, packages, space, torch_build
-from foretoken.doctor.finding import Finding, fault, ok, tried, warning
+from foretoken.doctor.finding import Finding, failed, ok, tried, warning
 from foretoken.doctor.ports import check_ports
 from foretoken.doctor.python import check_python
 from foretoken.doctor.sockets import check_sockets
+from foretoken.drafter_names import FLAG
 from foretoken.errors import ForetokenError
+from foretoken.limits import is_name
 from foretoken.mps import DRIVER
 from gateway.config import GatewaySettings
 from verifier_svc.config import VerifierSettings
@@ -39,7 +42,7 @@ def diagnose(given: Given) -> list[Finding]:
         try:
             specs, of_model = _check_model(given)
         except ForetokenError as error:
-            of_model = [fault("model", " ".join(error.message.split()))]
+            of_model = [failed("model", error)]
     return [*_check_machine(given, options, [spec.name for spec in specs]), *of_model]
 
 
@@ -69,13 +72,8 @@ def _check_model(given: Given) -> tuple[list[DrafterSpec], list[Finding]]:
     findings = [tried("command line", partial(_build_settings, given), "its flags can be used together")]
     given, said = speculators.expand(given)
     options = given.settings(DoctorOptions)
-    specs: list[DrafterSpec] = []
-    try:
-        specs = service_settings.drafter_specs(given, options, said)
-    except ForetokenError as error:
-        # The model may be fine, and is checked all the same.
-        findings.append(fault("drafters", " ".join(error.message.split())))
-    findings += [ok("command line", line) for line in said]
+    specs, mistakes = _read_drafters(given, options, said)
+    findings += [*mistakes, *(ok("command line", line) for line in said)]
     target = hub.cached(given.values["model"], options.revision)
     if target is None:
         return specs, [*findings, _not_downloaded("model", given.values["model"])]
@@ -86,6 +84,36 @@ def _check_model(given: Given) -> tuple[list[DrafterSpec], list[Finding]]:
     for spec in specs:
         findings += _check_drafter(given, spec, target)
     return specs, findings
+
+
+def _read_drafters(given: Given, options: DoctorOptions, said: list[str]) -> tuple[list[DrafterSpec], list[Finding]]:
+    """Return the drafters whose flags can be read, and a fault for each other flag.
+
+    Add notices to ``said``.
+    """
+    specs: list[DrafterSpec] = []
+    mistakes: list[Finding] = []
+    for text in options.drafters:
+        try:
+            specs.append(parse_spec(text))
+        except ForetokenError as error:
+            mistakes.append(failed(_label(text), error))
+    if mistakes:
+        # Whether the drafters go together can be judged once all flags can be read.
+        return specs, mistakes
+    try:
+        return service_settings.drafter_specs(given, options, said), []
+    except ForetokenError as error:
+        return specs, [failed("command line", error)]
+
+
+def _label(text: str) -> str:
+    """Return the check of a --drafter flag that cannot be read: the drafter's, if it has a name."""
+    try:
+        name = parse_pairs(text, FLAG).get("name", "")
+    except ForetokenError:
+        name = ""
+    return f"drafter {name}" if is_name(name) else "command line"
 
 
 def _build_settings(given: Given) -> None:
@@ -101,7 +129,7 @@ def _check_target(folder: Path) -> Finding:
     try:
         unread = service_settings.check_target(folder)
     except ForetokenError as error:
-        return fault("target", " ".join(error.message.split()))
+        return failed("target", error)
     if unread:
         return warning("target", "; ".join(unread), "compare with the model's card: foretoken does not use them")
     return ok("target", "config and tensors are supported")
@@ -117,7 +145,7 @@ def _check_drafter(given: Given, spec: DrafterSpec, target: Path) -> list[Findin
         try:
             folder = hub.cached(spec.model)
         except ForetokenError as error:
-            return [fault(name, " ".join(error.message.split()))]
+            return [failed(name, error)]
         if folder is None:
             return [_not_downloaded(name, spec.model)]
         findings.append(model_files.check_model_files(f"{name} files", folder, model_files.OF_HEAD))

@@ -93,14 +93,19 @@ def test_a_drafter_of_another_algorithm() -> None:
     ("spec", "check", "message"),
     [
         ("name=head,algorithm=EAGLE3,model=/nonexistent", "drafter head", "no such folder: /nonexistent"),
-        ("name=head,algorithm=OTHER", "drafters", "--drafter algorithm: expected"),
-        ("algorithm=NGRAM", "drafters", "--drafter name: must be given"),
+        ("name=head,algorithm=OTHER", "drafter head", "--drafter algorithm: expected"),
+        ("name=head,algorithm=EAGLE3", "drafter head", "--drafter model: must be given"),
+        ("name=a b,algorithm=NGRAM", "command line", "--drafter name: expected"),
+        ("algorithm=NGRAM", "command line", "--drafter name: must be given"),
+        ("name", "command line", "--drafter: expected key=value"),
+        ("name=grams,algorithm=NGRAM", "command line", "--drafter name: grams is given twice"),
     ],
 )
 def test_a_mistake_in_a_drafter_is_not_the_models(spec: str, check: str, message: str) -> None:
-    found = findings(DEMO / "target", "--drafter", spec)
+    found = findings(DEMO / "target", "--drafter", spec, "--drafter", "name=grams,algorithm=NGRAM")
     assert found[check]["level"] == "fault" and message in found[check]["found"]
-    assert (found["model"]["level"], found["target"]["level"]) == ("ok", "ok")
+    assert found[check]["advice"] == ""
+    assert {found[other]["level"] for other in ("model", "target", "drafter grams")} == {"ok"}
 
 
 def test_a_head_for_another_target(target: Path, tmp_path: Path) -> None:
