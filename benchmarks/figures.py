@@ -24,14 +24,14 @@ class Timing:
     decode_s: float
 
     @property
-    def tokens_per_s(self) -> float:
-        """Return (tokens - 1) / (last token - first token)."""
-        return decode_rate([self])
-
-    @property
     def ms_per_token(self) -> float:
-        """Return 1000 x (last token - first token) / (tokens - 1)."""
-        return 1e3 / self.tokens_per_s
+        """Return 1000 x (last token - first token) / (tokens - 1).
+
+        It is 0 where a busy client read all tokens at once. Raises TooShortError for one token.
+        """
+        if self.num_tokens < 2:
+            raise TooShortError("a time a token needs two tokens")
+        return 1e3 * self.decode_s / (self.num_tokens - 1)
 
 
 def timing_of(completion: StreamedCompletion) -> Timing:

@@ -24,7 +24,7 @@ def completion(arrivals: list[tuple[float, int | None]], sent_at: float = 0.0) -
 
 
 def test_rate_leaves_the_first_token_out() -> None:
-    assert Timing(num_tokens=11, first_token_s=5.0, decode_s=2.0).tokens_per_s == 5.0
+    assert decode_rate([Timing(num_tokens=11, first_token_s=5.0, decode_s=2.0)]) == 5.0
     assert Timing(num_tokens=11, first_token_s=5.0, decode_s=2.0).ms_per_token == 200.0
 
 
@@ -38,10 +38,17 @@ def test_one_token_or_no_time_has_no_rate(timing: Timing) -> None:
         decode_rate([timing])
 
 
+def test_tokens_read_at_once_took_no_time_each() -> None:
+    # A client without a free core may find the whole stream in its buffer.
+    assert Timing(num_tokens=5, first_token_s=1.0, decode_s=0.0).ms_per_token == 0.0
+    with pytest.raises(TooShortError):
+        _ = Timing(num_tokens=1, first_token_s=1.0, decode_s=0.0).ms_per_token
+
+
 def test_timing_counts_tokens_not_chunks() -> None:
     timing = timing_of(completion([(2.0, 1), (3.0, 5), (4.0, 9)], sent_at=0.5))
     assert timing == Timing(num_tokens=9, first_token_s=1.5, decode_s=2.0)
-    assert timing.tokens_per_s == 4.0
+    assert timing.ms_per_token == 250.0
 
 
 def test_concurrent_rate_counts_only_while_all_streams_are_active() -> None:
