@@ -14,9 +14,10 @@ matching needs no search.
 - A path keeps all its nodes alive until its stamp is popped; after that its saved end is ignored.
 - A node at ``depth`` links to the node of its window without the first token, which is always
   younger, and so drafts can be longer than the trie is deep.
-- Children are found through one hash table, which has its full size from the start: a table that
-  grows with the trie would touch less memory at first, but moving nodes to new buckets took more
-  time than all else. Memory is touched only as the trie fills.
+- An only child is found by its parent; children with siblings, about one node in seven, through one
+  hash table. So learning new text touches few buckets, which are anywhere in memory. The table has
+  its full size from the start, and its memory is touched then: moving nodes to new buckets as it
+  grows took more time than all else, and first touches stalled the first prompts.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ STAMP_MASK = 0x7FFFFFFF
 class Trie(NamedTuple):
     """Attributes:
     nodes: int32 [capacity + 1, 8].
-    buckets: int32 [2 * capacity]; the first node of each hash bucket; CHAIN links the others.
+    buckets: int32 [capacity / 2, rounded up]; the first node of each hash bucket; CHAIN links the
+        others. It has the roots, and the nodes with siblings.
     paths: int32 [capacity]; at ``s % capacity`` the deepest node of the path with stamp ``s``.
     counters: int64 [6].
     """
@@ -56,13 +58,13 @@ class Trie(NamedTuple):
 
 
 def new_trie(capacity: int) -> Trie:
-    """Make an empty trie of at most ``capacity`` nodes, 44 bytes each.
+    """Make an empty trie of at most ``capacity`` nodes, 38 bytes each.
 
-    Memory is touched as it fills.
+    Memory is touched as it fills, but for the buckets.
     """
     return Trie(
         nodes=np.zeros((capacity + 1, 8), np.int32),
-        buckets=np.zeros(2 * capacity, np.int32),
+        buckets=np.full((capacity + 1) // 2, 0, np.int32),
         paths=np.zeros(capacity, np.int32),
         counters=np.zeros(6, np.int64),
     )
@@ -97,7 +99,12 @@ def digest_of(nodes: Int32, node: int) -> int:
 @inlined
 def find_child(trie: Trie, parent: int, token: int) -> int:
     """Return the child of ``parent`` for ``token``, or 0."""
-    node: int = trie.buckets[bucket_of(trie.buckets, mix(parent, token))]
+    node: int = trie.nodes[parent, CHILD]
+    if node == 0 or trie.nodes[node, TOKEN] == token:
+        return node
+    if trie.nodes[node, NEXT] == 0:
+        return 0
+    node = trie.buckets[bucket_of(trie.buckets, mix(parent, token))]
     while node != 0 and (trie.nodes[node, PARENT] != parent or trie.nodes[node, TOKEN] != token):
         node = trie.nodes[node, CHAIN]
     return node
@@ -139,6 +146,34 @@ def unlink(nodes: Int32, node: int) -> None:
 
 
 @inlined
+def has_siblings(nodes: Int32, node: int) -> bool:
+    """Return whether a node that is not a root has siblings."""
+    return bool(nodes[node, PREVIOUS] != 0 or nodes[node, NEXT] != 0)
+
+
+@inlined
+def add_to_bucket(trie: Trie, node: int) -> None:
+    """Put a node, whose key is set, into its bucket."""
+    bucket = bucket_of(trie.buckets, digest_of(trie.nodes, node))
+    trie.nodes[node, CHAIN] = trie.buckets[bucket]
+    trie.buckets[bucket] = node
+
+
+@inlined
+def remove_from_bucket(trie: Trie, node: int) -> None:
+    """Take a node out of its bucket."""
+    nodes, buckets = trie.nodes, trie.buckets
+    bucket = bucket_of(buckets, digest_of(nodes, node))
+    other = buckets[bucket]
+    if other == node:
+        buckets[bucket] = nodes[node, CHAIN]
+        return
+    while nodes[other, CHAIN] != node:
+        other = nodes[other, CHAIN]
+    nodes[other, CHAIN] = nodes[node, CHAIN]
+
+
+@inlined
 def put_back(trie: Trie, node: int) -> None:
     """Add a node to the free list."""
     trie.nodes[node, CHAIN] = trie.counters[FREE]
@@ -149,16 +184,16 @@ def put_back(trie: Trie, node: int) -> None:
 @inlined
 def remove(trie: Trie, node: int) -> None:
     """Free a node without children: remove it from its bucket and from its parent."""
-    nodes, buckets = trie.nodes, trie.buckets
-    bucket = bucket_of(trie.buckets, digest_of(nodes, node))
-    other = buckets[bucket]
-    if other == node:
-        buckets[bucket] = nodes[node, CHAIN]
+    nodes = trie.nodes
+    if nodes[node, TOKEN] == ROOT:
+        remove_from_bucket(trie, node)
+    elif has_siblings(nodes, node):
+        remove_from_bucket(trie, node)
+        unlink(nodes, node)
+        left = int(nodes[nodes[node, PARENT], CHILD])
+        if nodes[left, NEXT] == 0:
+            remove_from_bucket(trie, left)
     else:
-        while nodes[other, CHAIN] != node:
-            other = nodes[other, CHAIN]
-        nodes[other, CHAIN] = nodes[node, CHAIN]
-    if nodes[node, TOKEN] != ROOT:
         unlink(nodes, node)
     put_back(trie, node)
     trie.counters[NUM_EVICTIONS] += 1
@@ -215,11 +250,8 @@ def touch(trie: Trie, node: int, stamp: int) -> None:
 
 @inlined
 def enter(trie: Trie, node: int, stamp: int) -> None:
-    """Put a new node, whose key is set, into its bucket and on path ``stamp``."""
+    """Put a new node on path ``stamp``."""
     nodes = trie.nodes
-    bucket = bucket_of(trie.buckets, digest_of(nodes, node))
-    nodes[node, CHAIN] = trie.buckets[bucket]
-    trie.buckets[bucket] = node
     nodes[node, CHILD], nodes[node, COUNT] = 0, 0
     nodes[node, STAMP] = stamp & STAMP_MASK
     touch(trie, node, stamp)
@@ -232,6 +264,7 @@ def add_root(trie: Trie, salt: int, stamp: int) -> int:
     if node != 0:
         trie.nodes[node, TOKEN], trie.nodes[node, PARENT] = ROOT, 0
         trie.nodes[node, NEXT], trie.nodes[node, PREVIOUS] = np.int32(salt & 0xFFFFFFFF), np.int32(salt >> 32)
+        add_to_bucket(trie, node)
         enter(trie, node, stamp)
     return node
 
@@ -244,8 +277,14 @@ def add_child(trie: Trie, parent: int, token: int, stamp: int) -> int:
     """
     node = allocate_for(trie, stamp)
     if node != 0:
-        trie.nodes[node, TOKEN], trie.nodes[node, PARENT] = token, parent
-        link_first(trie.nodes, parent, node)
+        nodes = trie.nodes
+        nodes[node, TOKEN], nodes[node, PARENT] = token, parent
+        other = int(nodes[parent, CHILD])
+        if other != 0:
+            if nodes[other, NEXT] == 0:
+                add_to_bucket(trie, other)
+            add_to_bucket(trie, node)
+        link_first(nodes, parent, node)
         enter(trie, node, stamp)
     return node
 

@@ -92,14 +92,29 @@ class Harness:
         }
 
     def nodes(self) -> dict[int, Key]:
-        """Return the nodes that the hash table reaches, with the windows of their parents."""
+        """Return the nodes of the trie, with the windows of their parents.
+
+        Roots are found by the hash table, which has just the nodes with siblings beside them.
+        """
         nodes = self.trie.nodes
-        found = []
+        hashed = []
         for node in self.trie.buckets.tolist():
             while node != 0:
-                found.append(node)
+                hashed.append(node)
                 node = int(nodes[node, CHAIN])
-        assert len(found) == len(set(found))
+        roots = [node for node in hashed if nodes[node, TOKEN] == ROOT]
+        found, wanted = [], set(roots)
+        below = [(root, 0) for root in roots]
+        while below:
+            node, level = below.pop()
+            found.append(node)
+            child, children = int(nodes[node, CHILD]) if level <= self.window else 0, []
+            while child != 0:
+                children.append(child)
+                child = int(nodes[child, NEXT])
+            below += [(child, level + 1) for child in children]
+            wanted |= set(children) if len(children) > 1 else set()
+        assert len(found) == len(set(found)) and set(hashed) == wanted and len(hashed) == len(wanted)
         keys: dict[int, Key] = {}
         for node in found:
             window: list[int] = []
