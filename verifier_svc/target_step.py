@@ -144,6 +144,8 @@ class TargetStep:
             self._speculator.outcomes.observe(part.sequence, part.draft, result.matched_nodes, shares)
             if part.sequence.submission.returns_trees:
                 tree = part.draft.verified(result.accepted_nodes)
+        elif (passed_over := self._speculator.trees.passed_over(part.sequence)) is not None:
+            self._speculator.outcomes.observe_passed_over(part.sequence, passed_over, result.tokens)
         self._lifecycle.commit_decode(part.sequence, result, shares, self._speculator.fallbacks.of_step, tree)
 
 

@@ -277,7 +277,7 @@ class OverlappedRun:
                 self._times.are_telling and (drafting.drafter is None or self._requests.is_for_all),
                 asked.kind,
                 gap_s,
-                self._lookups.take_compared(),
+                self._lookups.take_passed_over(),
             )
         )
         return True
@@ -392,9 +392,9 @@ class OverlappedRun:
                     len(walk.matched_nodes),
                     got_no_row=bool(facts.shape.budget) and found is None and batch_row.has_stepped,
                 )
-            compared = facts.compared.get(sequence)
-            if compared is not None:
-                self._speculator.outcomes.observe_passed_over(sequence, compared.passed_over, walk.tokens)
+            passed_over = facts.passed_over.get(sequence)
+            if passed_over is not None:
+                self._speculator.outcomes.observe_passed_over(sequence, passed_over.draft, walk.tokens)
             if found is not None and num_nodes == found.tree.num_nodes:
                 shares = found.shares(walk.matched_nodes)
                 self._speculator.outcomes.observe(sequence, found, walk.matched_nodes, shares)
@@ -405,8 +405,8 @@ class OverlappedRun:
                 lifecycle.commit_decode(sequence, walk, shares, why_none if batch_row.has_stepped else why_first)
             # A root alone is a missing tree, unless batch rows share rows. A text that ends tells
             # too little.
-            if compared is not None and (num_nodes > 1 or facts.shape.budget) and not batch_row.is_left:
-                self._lookups.observe_model(len(walk.tokens), compared)
+            if passed_over is not None and (num_nodes > 1 or facts.shape.budget) and not batch_row.is_left:
+                self._lookups.observe_model(len(walk.tokens), passed_over)
             batch_row.has_stepped = True
         self._walks.learn(facts.shape)
         lifecycle.count_overlapped_step(self._times.learn(facts))

@@ -11,7 +11,7 @@ from verifier_svc.scheduling.launch_time import LaunchTime
 from verifier_svc.scheduling.prefill_budget import PrefillBudget
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.costs import DraftCosts
-from verifier_svc.speculation.lookups import Compared
+from verifier_svc.speculation.lookups import PassedOver
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 
 # Steps of a run whose times say nothing of later ones.
@@ -28,7 +28,7 @@ class StepFacts(NamedTuple):
         is_timed: whether its time says something of later steps.
         kind: of its draft.
         gap_s: seconds that the GPU waited for its launch.
-        compared: rows that verify the drafter's tree although a look-up found one.
+        passed_over: rows that do not verify what a look-up found.
     """
 
     shape: Shape
@@ -40,7 +40,7 @@ class StepFacts(NamedTuple):
     is_timed: bool
     kind: Hashable
     gap_s: float
-    compared: Mapping[Sequence, Compared]
+    passed_over: Mapping[Sequence, PassedOver]
 
 
 class OverlapTimes:

@@ -23,6 +23,9 @@ from verifier_svc.speculation.row_state import RowStates
 
 # Tokens that a model may be behind on a row that drafts without it, before it is sent them.
 SEND_BEHIND = 32
+# In batches from this size on, rows scout look-up drafters together, in one step of so many: a
+# request costs more than its rows.
+SCOUT_TOGETHER_FROM, SCOUT_EVERY = 8, 4
 # Tokens a second that a model's own steps must promise, over plain decode's, for the
 # server to choose it by itself: less is lost again in the prompt's KV entries and in
 # sending it what others drafted.
@@ -170,8 +173,29 @@ class LookupRound(DraftRound):
 
     has_model = False
 
+    def __init__(
+        self, routing: DrafterRouting, rows: RowStates, capture: Capture, costs: DraftCosts, bounds: TreeBounds
+    ) -> None:
+        super().__init__(routing, rows, capture, costs, bounds)
+        # Ordinary steps.
+        self._num_steps = 0
+
     def gate(self, sequence: Sequence) -> Gate:
         return self._rows.of(sequence).lookup_gate
+
+    def may_ask(self, decoding: Seq[Sequence]) -> Seq[Sequence]:
+        """Return the rows that may ask in an ordinary step. Called once a step."""
+        self._num_steps += 1
+        if len(decoding) < SCOUT_TOGETHER_FROM or self._num_steps % SCOUT_EVERY == 0:
+            return decoding
+        asking = []
+        for sequence in decoding:
+            gate = self.gate(sequence)
+            if gate.is_scouting and not self.bounds(sequence).is_fixed:
+                gate.pass_steps(1)
+            else:
+                asking.append(sequence)
+        return asking
 
     def asks(self, sequence: Sequence) -> bool:
         """Return whether a row has drafters of this round."""

@@ -21,16 +21,16 @@ from verifier_svc.speculation.plan import DraftPlan
 TRY_EVERY, RAREST_TRY = 16, 256
 
 
-class Compared(NamedTuple):
-    """A row that verifies the model's tree although a look-up found one.
+class PassedOver(NamedTuple):
+    """A row that does not verify the tree that a look-up found.
 
     Attributes:
-        passed_over: the tree that was found.
-        expected: the tokens that the model's trees yield, as a mean of all rows;
-            None: the look-up promised fewer.
+        draft: the tree that was found.
+        expected: the tokens that the model's trees yield, as a mean of all rows, if the model's is
+            verified although the look-up promised more; else None.
     """
 
-    passed_over: Draft
+    draft: Draft
     expected: float | None
 
 
@@ -63,8 +63,8 @@ class Lookups:
         self._round, self._costs, self._gaps = lookup_round, costs, gaps
         self._drafting, self._max_depth, self._is_on = drafting, max_depth, is_on
         self._model_yield = model_yield
-        # Rows that verify the model's tree in the next step although a look-up found one.
-        self._compared: dict[Sequence, Compared] = {}
+        # Rows that do not verify in the next step what a look-up found.
+        self._passed_over: dict[Sequence, PassedOver] = {}
         # Trees for the first step of their sequences.
         self._waiting = dict(found) if is_on else {}
         # What rows ask before the next step.
@@ -161,7 +161,7 @@ class Lookups:
     def find(self, batch_rows: Items[BatchRow | None], *, is_drafted: bool) -> dict[int, Draft]:
         """Look up what was planned, once all steps are read.
 
-        Return the next step 's trees, by batch row.
+        Return the next step's trees, by batch row.
 
         ``is_drafted``: whether the model's trees come, too.
         """
@@ -222,8 +222,15 @@ class Lookups:
             return drafts
         base = StepBase(num_rows, sum(tokens.values()), drafting.draft_s(len(taken)) or self._gap_s(len(taken)))
         counts = self._costs.best_counts(list(drafts.values()), base, free)
-        best = {index: draft.best(count) for (index, draft), count in zip(drafts.items(), counts, strict=True)}
-        return {index: draft for index, draft in best.items() if draft.tree.num_nodes > 1}
+        best: dict[int, Draft] = {}
+        for (index, draft), count in zip(drafts.items(), counts, strict=True):
+            if count > 1:
+                best[index] = draft.best(count)
+                continue
+            batch_row = batch_rows[index]
+            assert batch_row is not None
+            self._passed_over[batch_row.sequence] = PassedOver(draft, None)
+        return best
 
     def _passes_over(self, draft: Draft, batch_row: BatchRow | None) -> bool:
         """Decide whether a sequence verifies the model's tree although a look-up has found one.
@@ -245,18 +252,18 @@ class Lookups:
             return False
         if promises_more and not self._model_yield.is_compared() and promised > self._model_tokens(sequence):
             return False
-        self._compared[sequence] = Compared(draft, expected if promises_more else None)
+        self._passed_over[sequence] = PassedOver(draft, expected if promises_more else None)
         return True
 
-    def take_compared(self) -> dict[Sequence, Compared]:
-        """Return the rows of the next step whose tokens ``observe_model`` waits for."""
-        compared, self._compared = self._compared, {}
-        return compared
+    def take_passed_over(self) -> dict[Sequence, PassedOver]:
+        """Return the rows of the next step that do not verify what was found for them."""
+        passed_over, self._passed_over = self._passed_over, {}
+        return passed_over
 
-    def observe_model(self, num_tokens: int, compared: Compared) -> None:
-        """Learn what the model's tree has yielded for a row of ``take_compared``."""
-        if compared.expected is not None:
-            self._model_yield.observe(num_tokens, compared.expected)
+    def observe_model(self, num_tokens: int, passed_over: PassedOver) -> None:
+        """Learn what the model's tree has yielded for a row of ``take_passed_over``."""
+        if passed_over.expected is not None:
+            self._model_yield.observe(num_tokens, passed_over.expected)
 
 
 def _up_to_date(plan: DraftPlan) -> DraftPlan | None:

@@ -21,6 +21,8 @@ class NextTrees:
         # Whether drafters were asked, or could have been, since the last overlapped step.
         self.were_asked_for = False
         self._drafts: dict[Key, Draft] = {}
+        # Drafts of which no node is worth its row.
+        self._passed_over: dict[Key, Draft] = {}
         # Rows for which a draft came, and those of them that got only their root.
         self.found: set[Key] = set()
         self.undrafted: set[Key] = set()
@@ -32,9 +34,13 @@ class NextTrees:
         """Return the tree of a sequence; None means the root alone."""
         return self._drafts.get((sequence.batch_slot, sequence.generation))
 
+    def passed_over(self, sequence: Sequence) -> Draft | None:
+        """Return the draft that came for a sequence and is not worth verifying, if there is one."""
+        return self._passed_over.get((sequence.batch_slot, sequence.generation))
+
     def clear(self) -> None:
         """Forget trees and plans: the step was made."""
-        self._drafts, self.plans, self.were_asked_for = {}, [], False
+        self._drafts, self._passed_over, self.plans, self.were_asked_for = {}, {}, [], False
 
     def drop(self, drafter: int) -> None:
         """Drop the trees that have nodes of this drafter."""
@@ -57,9 +63,9 @@ class NextTrees:
         most = {key: max(plan.most for plan in plans[key]) for key in drafts if key in plans}
         drafts = {key: draft.best(1 + most[key]) if key in most else draft for key, draft in drafts.items()}
         fixed = {plan.key for plan in self.plans if plan.bounds.is_fixed}
-        if not fixed.issuperset(drafts):
-            drafts = self._cut(drafts, fixed, batch)
-        self._drafts = {key: draft for key, draft in drafts.items() if draft.tree.num_nodes > 1}
+        cut = drafts if fixed.issuperset(drafts) else self._cut(drafts, fixed, batch)
+        self._drafts = {key: draft for key, draft in cut.items() if draft.tree.num_nodes > 1}
+        self._passed_over = {key: draft for key, draft in drafts.items() if key not in self._drafts}
 
     def _cut(self, drafts: dict[Key, Draft], fixed: set[Key], batch: int) -> dict[Key, Draft]:
         """Return the drafts without the nodes that are not worth their rows.

@@ -10,14 +10,12 @@ from foretoken.limits import DRAFTER_JOIN, MAX_DRAFTER_NAMES, MAX_DRAFTERS
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.source import DraftSource
 from verifier_svc.scheduling.sequence import Sequence
+from verifier_svc.speculation.model_trials import ModelTrials
 from verifier_svc.speculation.row_state import RowStates
 
 # The name by which a request asks for the trees of all attached drafters in one.
 MERGE = "merge"
 AUTO = "auto"
-# A model that does not pay is still tried, by one row at a time, in one of so many steps. Steps are
-# counted and not rows, since all rows of a batch wait for that row's drafts.
-MODEL_TRIAL_EVERY = 32
 
 
 class DrafterRouting:
@@ -39,10 +37,7 @@ class DrafterRouting:
         self._attached: list[DrafterHandle] = []
         # The drafters of each row in this step: they are asked for many times.
         self._of_row: dict[Sequence, Seq[DrafterHandle]] = {}
-        # The row that tries a model; steps with such a row; all steps.
-        self._trial: Sequence | None = None
-        self._num_trial_steps = 0
-        self._num_steps = 0
+        self._trials = ModelTrials()
 
     @property
     def drafters(self) -> Seq[DrafterHandle]:
@@ -64,10 +59,7 @@ class DrafterRouting:
 
         Drafters that attach later take part from the next step on.
         """
-        self._num_steps += bool(running)
-        if self._trial is not None and not any(sequence is self._trial for sequence in running):
-            self._trial = None
-        self._num_trial_steps += self._trial is not None
+        self._trials.begin_step(running)
         self._attached = [drafter for drafter in self._drafters if drafter.is_attached]
         self._of_row.clear()
 
@@ -86,6 +78,7 @@ class DrafterRouting:
                 )
         if sum(not drafter.is_detached for drafter in self._drafters) >= MAX_DRAFTERS:
             raise PreconditionError(f"a verifier has at most {MAX_DRAFTERS} drafters: detach one", field="name")
+        self._trials.restart()
         drafter = self._drafter(source.name)
         if drafter is None:
             if len(self._drafters) >= MAX_DRAFTER_NAMES:
@@ -162,13 +155,9 @@ class DrafterRouting:
         """
         state = self._rows.of(sequence)
         if state.uses_model is None:
+            pays = self._pays(drafter)
+            if pays:
+                self._trials.restart()
             # A tree of a fixed shape is drafted whatever it costs.
-            state.uses_model = state.bounds.is_fixed or self._pays(drafter)
-            if not state.uses_model and self._is_trial_due:
-                state.uses_model = True
-                self._trial = sequence
+            state.uses_model = pays or state.bounds.is_fixed or self._trials.take(sequence)
         return state.uses_model
-
-    @property
-    def _is_trial_due(self) -> bool:
-        return self._trial is None and self._num_steps >= MODEL_TRIAL_EVERY * (self._num_trial_steps + 1)

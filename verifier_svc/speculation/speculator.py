@@ -176,7 +176,7 @@ class Speculator:
             # True plain decode. Drafters are sent these tokens when speculation returns.
             decoding = ()
         self._batch = batch = max(len(decoding), 1)
-        lookup_plans = self.lookup_round.plan(decoding, batch)
+        lookup_plans = self.lookup_round.plan(self.lookup_round.may_ask(decoding), batch)
         self._found = self.lookup_round.run(lookup_plans)
         plans = self.model_round.plan(decoding, batch)
         plans = [plan for plan in plans if not self._is_served(plan, batch)]

@@ -12,7 +12,7 @@ from tests.support.scripted_drafter import Nodes, ScriptedDrafter
 from tests.verifier_svc.scheduling.test_captured_hidden_states import HeadLike
 from verifier_svc.drafters.waits import DraftTimes
 from verifier_svc.speculation.draft_round import SEND_BEHIND
-from verifier_svc.speculation.routing import MODEL_TRIAL_EVERY
+from verifier_svc.speculation.model_trials import TRIAL_EVERY
 
 VOCAB = 12
 PROMPT = [1, 2, 3, 4, 5]
@@ -109,13 +109,16 @@ def test_merged_rows_have_both() -> None:
         (0, 1, 2),
         pytest.param(0, 4, 1, marks=pytest.mark.slow),
         pytest.param(0, 64, 1, marks=pytest.mark.slow),
-        (3, 1, 2 * MODEL_TRIAL_EVERY),
+        (3, 1, 3 * TRIAL_EVERY),
     ],
 )
 def test_a_model_that_does_not_pay_is_tried_in_one_step_of_many(
     num_steps: int, size: int, num_sent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Flags that fix the trees' shape override this; a request that names the model gets it."""
+    """Its second trial waits for twice as many steps as the first.
+
+    Flags that fix the trees' shape override this; a request that names the model gets it.
+    """
     monkeypatch.setattr(DraftTimes, "estimate", lambda self, depth, num_rows: 1000.0)
     model = HeadLike()
     harness = new_harness(
@@ -123,7 +126,7 @@ def test_a_model_that_does_not_pay_is_tried_in_one_step_of_many(
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=2 * SEND_BEHIND)
     auto = Request(PROMPT, sampling, speculation=SpeculationOptions(drafter="auto"))
-    for _ in range(2 * MODEL_TRIAL_EVERY // size):
+    for _ in range(3 * TRIAL_EVERY // size):
         harness.run([auto] * size)
     harness.drain()
     assert len(model.tokens) == num_sent

@@ -29,8 +29,10 @@ from tests.support.runs import (
 )
 from tests.support.scripted_drafter import Nodes, ScriptedDrafter
 from verifier_svc.drafters import sent_tokens
+from verifier_svc.drafters.acceptance_estimates import PRIOR_ACCEPTANCE
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.overlap import blocks as overlap_blocks
+from verifier_svc.speculation.costs import DraftCosts
 from verifier_svc.speculation.gap_times import FIRST_GAP_S, GapTimes, StepGaps
 from verifier_svc.speculation.gate import LONGEST_PAUSE
 from verifier_svc.speculation.lookups import RAREST_TRY, TRY_EVERY
@@ -308,6 +310,25 @@ def test_look_ups_that_get_better_are_verified_again(monkeypatch: pytest.MonkeyP
     found = [count for step in play.runs.steps for count in step.num_found]
     # Mostly all four.
     assert sum(found[-len(found) // 5 :]) > 2.5 * (len(found) // 5)
+
+
+@pytest.mark.parametrize("errs", [False, True])
+def test_a_tree_that_is_not_worth_its_rows_is_judged_by_the_text(monkeypatch: pytest.MonkeyPatch, errs: bool) -> None:
+    monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 0.0)
+    monkeypatch.setattr(DraftCosts, "best_counts", lambda self, drafts, base, free: list(free))
+    play = Play([request()], range(NUM_TOKENS), with_model=False, num_steps=0)
+    found_tree = play.lookup._tree
+
+    def tree(asked: DraftRequest, row: int, known: list[int]) -> Nodes:
+        nodes = found_tree(asked, row, known)
+        return [nodes[0], *(((token + errs) % VOCAB, parent) for token, parent in nodes[1:])]
+
+    monkeypatch.setattr(play.lookup, "_tree", tree)
+    play.run()
+    assert play.runs.num_ordinary == 0 and play.step_trees == 0
+    (drafter,) = play.runs.harness.speculator.drafters
+    assert (drafter.record.acceptance.value > PRIOR_ACCEPTANCE) is not errs
+    assert (len(play.lookup.asked) > NUM_TOKENS / 3) is not errs
 
 
 def test_what_the_model_yields_beside_look_ups_is_learnt_from_a_few_rows() -> None:

@@ -14,6 +14,7 @@ from tests.support.draft_requests import draft_batch
 from tests.support.engine_harness import Harness, Request, TestSource
 from tests.support.hash_target import HashTarget
 from verifier_svc.scheduling.sequence import digest_of_salt
+from verifier_svc.speculation.draft_round import SCOUT_EVERY, SCOUT_TOGETHER_FROM
 
 VOCAB = 40
 PROMPT = [1, 2, 3]
@@ -123,6 +124,30 @@ def test_a_find_is_asked_for_in_earnest_in_the_next_step() -> None:
     # Scouted with pauses; the eighth request's find is seen a step later, and requested then.
     assert lengths[7] - lengths[6] > 2
     assert lengths[8] - lengths[7] == 1
+
+
+def test_rows_of_a_large_batch_scout_together() -> None:
+    """A request costs more than its rows, which come one after the other."""
+    drafter = Notebook(first_find=10_000)
+    harness = Harness(
+        HashTarget(VOCAB, 300, 4), vocab_size=VOCAB, num_blocks=300, block_size=4, drafters={"notebook": drafter}
+    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=80)
+    num_rows = SCOUT_TOGETHER_FROM
+    for i in range(num_rows):
+        harness.submit(Request([1, 2, i], sampling))
+        harness.step()
+    asking_steps, asked = [], set()
+    for number in range(60):
+        drafter.requests.clear()
+        harness.step()
+        for request in drafter.requests:
+            if max(request.max_nodes) > 1:
+                asking_steps.append(number)
+                asked |= set(request.batch_slots[request.max_nodes > 1].tolist())
+    assert len(asked) == num_rows
+    assert len(asking_steps) > 2 and len({number % SCOUT_EVERY for number in asking_steps}) == 1
+    harness.drain()
 
 
 def test_a_batch_slot_is_forgotten_after_its_last_tokens() -> None:
