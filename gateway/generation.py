@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -187,6 +188,17 @@ class Output:
     def num_resumed_tokens(self) -> int:
         """Tokens from attempts before the last one; the verifier's figures leave them out."""
         return 0 if self.sequence is None else self.sequence.num_resumed_tokens
+
+    @property
+    def drafter(self) -> str:
+        """The name of the drafter of most of its tokens; empty if there is none.
+
+        The verifier's figures say which one drafted most, but an output that is dropped gets none.
+        """
+        counts = Counter(source for source in self.sources[self.num_resumed_tokens :] if source)
+        if not counts or self.sequence is None or self.is_waiting:
+            return ""
+        return self.sequence.drafter_name(counts.most_common(1)[0][0]) or ""
 
     def take(self) -> Delta:
         """Return what is new since the last call."""
@@ -388,6 +400,11 @@ class Generation:
     def speculation(self) -> SpeculationStats:
         """The sum of the counts of all outputs that have ended."""
         return SpeculationStats.sum([o.finished.speculation for o in self.outputs if o.finished is not None])
+
+    @property
+    def drafter(self) -> str:
+        """The drafter that drafted most; of dropped outputs, the one of most of their tokens."""
+        return self.speculation.drafter or next((o.drafter for o in self.outputs if o.drafter), "")
 
     @property
     def completion_tokens(self) -> int:

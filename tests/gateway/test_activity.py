@@ -12,7 +12,7 @@ from gateway.config import GatewaySettings
 from gateway.recent_requests import KEPT_S, MOST_KEPT, RecentRequests
 from protos import common_pb2
 from tests.gateway.conftest import Stack
-from tests.gateway.scripted_verifier import steps
+from tests.gateway.scripted_verifier import Player, steps
 
 pytestmark = pytest.mark.anyio
 KEY = "an operator's key"
@@ -51,6 +51,21 @@ async def test_it_tells_load_drafters_and_requests_without_their_texts(stack: St
     assert (last["api"], last["outcome"], last["drafter"]) == ("/v1/completions", "ok", "ngram")
     assert (last["draft_tokens"], last["accepted_tokens"]) == (8, 3)
     assert secret not in answer.text and "hello" not in answer.text
+
+
+async def test_a_request_that_its_client_left_has_its_tokens_drafter(stack: Stack) -> None:
+    """Its verifier's figures never come."""
+
+    async def play(player: Player) -> None:
+        player.tokens(stack.ids("hello world"))
+        await player.aborted.wait()
+
+    stack.verifier.script = play
+    async with stack.http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as answer:
+        await anext(answer.aiter_lines())
+    await stack.verifier.until(lambda: len(stack.verifier.aborts) == 1)
+    (ended,) = (await stack.http.get(URL, headers=AUTH)).json()["requests"]
+    assert (ended["outcome"], ended["drafter"], ended["draft_tokens"]) == ("cancelled", "ngram", 0)
 
 
 async def test_only_the_operator_may_ask(stack: Stack) -> None:
