@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import numpy as np
@@ -25,7 +24,7 @@ def row_counts(most: int) -> list[int]:
 
 
 def measure_step_costs(runner: TargetRunner, *, num_tokens: int, block_size: int, most_rows: int) -> dict[int, float]:
-    """Return the median seconds of a forward pass by row count.
+    """Return the least seconds of a forward pass by row count: other processes only add to them.
 
     Call it before the first sequence runs, because it writes to the cache.
 
@@ -42,7 +41,7 @@ def measure_step_costs(runner: TargetRunner, *, num_tokens: int, block_size: int
         _seconds(runner, batch)
     # Alternate the sizes, so that a short disturbance hits few passes of each size, not all of one.
     rounds = [[_seconds(runner, batch) for batch in batches] for _ in range(REPEATS)]
-    return {rows: statistics.median(times) for rows, *times in zip(counts, *rounds, strict=True)}
+    return {rows: min(times) for rows, *times in zip(counts, *rounds, strict=True)}
 
 
 def _seconds(runner: TargetRunner, batch: ForwardBatch) -> float:

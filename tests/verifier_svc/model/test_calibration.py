@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from foretoken.models.batch import ForwardBatch
 from verifier_svc.model import calibration
-from verifier_svc.model.calibration import measure_step_costs, row_counts
+from verifier_svc.model.calibration import REPEATS, measure_step_costs, row_counts
 
 
 class Recorder:
@@ -40,15 +40,15 @@ def test_no_position_outside_of_the_context(num_tokens: int) -> None:
     assert recorder.last_kv_slot < num_tokens
 
 
-def test_a_short_disturbance_is_not_taken_for_the_cost_of_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes take a second a row, and a hundred more during the first three of each size."""
+def test_what_other_processes_add_is_not_taken_for_the_cost_of_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes take a second a row, and the more the earlier they come, but for the last of each size."""
     clock, num_passes = 0.0, 0
 
     class Slow(Recorder):
         def forward(self, batch: ForwardBatch) -> torch.Tensor:
             nonlocal clock, num_passes
             num_passes += 1
-            clock += batch.num_rows + (100.0 if 12 < num_passes <= 12 + 3 * 4 else 0.0)
+            clock += batch.num_rows + max(4 * REPEATS - num_passes, 0)
             return super().forward(batch)
 
     monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock)
