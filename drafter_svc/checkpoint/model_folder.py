@@ -62,7 +62,7 @@ def check_head(algorithm: str, path: Path) -> HeadConfig:
     if head.family != algorithm.lower():
         found = head.family.upper()
         # MTP layers are no head in a folder of its own.
-        advice = f"use algorithm={found}" if found != "MTP" else "serve that model itself, with algorithm=MTP"
+        advice = f"use algorithm {found}" if found != "MTP" else "serve that model itself, with algorithm MTP"
         raise ConfigError(f"{path} holds a head of algorithm {found}, not of {algorithm}", advice=advice)
     return head
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -39,10 +40,7 @@ def diagnose(given: Given) -> list[Finding]:
     specs: list[DrafterSpec] = []
     of_model: list[Finding] = []
     if options.model is not None:
-        try:
-            specs, of_model = _check_model(given)
-        except ForetokenError as error:
-            of_model = [failed("model", error)]
+        specs, of_model = _check_model(given, options)
     return [*_check_machine(given, options, [spec.name for spec in specs]), *of_model]
 
 
@@ -67,14 +65,19 @@ def _check_machine(given: Given, options: DoctorOptions, drafters: list[str]) ->
     ]
 
 
-def _check_model(given: Given) -> tuple[list[DrafterSpec], list[Finding]]:
+def _check_model(given: Given, options: DoctorOptions) -> tuple[list[DrafterSpec], list[Finding]]:
     """Return the drafters of a command line, and the findings about target and drafters."""
     findings = [tried("command line", partial(_build_settings, given), "its flags can be used together")]
-    given, said = speculators.expand(given)
+    try:
+        given, said = speculators.expand(given)
+        target = hub.cached(given.values["model"], options.revision)
+    except ForetokenError as error:
+        # Flags are judged without the model.
+        specs, mistakes = _parse_drafters(options.drafters)
+        return specs, [*_without_ok(findings, mistakes), *mistakes, failed("model", error)]
     options = given.settings(DoctorOptions)
     specs, mistakes = _read_drafters(given, options, said)
-    findings += [*mistakes, *(ok("command line", line) for line in said)]
-    target = hub.cached(given.values["model"], options.revision)
+    findings = [*_without_ok(findings, mistakes), *mistakes, *(ok("command line", line) for line in said)]
     if target is None:
         return specs, [*findings, _not_downloaded("model", given.values["model"])]
     findings.append(model_files.check_model_files("model", target, model_files.OF_TARGET))
@@ -91,13 +94,7 @@ def _read_drafters(given: Given, options: DoctorOptions, said: list[str]) -> tup
 
     Add notices to ``said``.
     """
-    specs: list[DrafterSpec] = []
-    mistakes: list[Finding] = []
-    for text in options.drafters:
-        try:
-            specs.append(parse_spec(text))
-        except ForetokenError as error:
-            mistakes.append(failed(_label(text), error))
+    specs, mistakes = _parse_drafters(options.drafters)
     if mistakes:
         # Whether the drafters go together can be judged once all flags can be read.
         return specs, mistakes
@@ -105,6 +102,22 @@ def _read_drafters(given: Given, options: DoctorOptions, said: list[str]) -> tup
         return service_settings.drafter_specs(given, options, said), []
     except ForetokenError as error:
         return specs, [failed("command line", error)]
+
+
+def _without_ok(findings: list[Finding], mistakes: list[Finding]) -> list[Finding]:
+    """Return the findings about the command line; it is not sound if a drafter's flag is wrong."""
+    return [found for found in findings if found.level == "fault" or not mistakes]
+
+
+def _parse_drafters(texts: Sequence[str]) -> tuple[list[DrafterSpec], list[Finding]]:
+    specs: list[DrafterSpec] = []
+    mistakes: list[Finding] = []
+    for text in texts:
+        try:
+            specs.append(parse_spec(text))
+        except ForetokenError as error:
+            mistakes.append(failed(_label(text), error))
+    return specs, mistakes
 
 
 def _label(text: str) -> str:

@@ -139,7 +139,8 @@ def _states(drafter: DrafterStatus) -> str:
     states = drafter.states
     num_verifiers = sum(states.values())
     text = ", ".join(_shown(state) if num_verifiers == 1 else f"{_shown(state)} {states[state]}" for state in states)
-    return f"{text} ({drafter.attaches} times)" if drafter.attaches > num_verifiers else text
+    is_again = "attached" in states and drafter.attaches > num_verifiers
+    return f"{text} ({drafter.attaches} times)" if is_again else text
 
 
 def _step_rows(figures: Figures) -> list[Row]:

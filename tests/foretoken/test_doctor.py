@@ -85,7 +85,7 @@ def test_a_drafter_of_another_algorithm() -> None:
     found = findings(DEMO / "target", "--drafter", spec, "--drafter", "name=grams,algorithm=NGRAM")
     assert (found["drafter head files"]["level"], found["drafter head"]["level"]) == ("ok", "fault")
     assert "holds a head of algorithm EAGLE3, not of EAGLE" in found["drafter head"]["found"]
-    assert found["drafter head"]["advice"] == "use algorithm=EAGLE3"
+    assert found["drafter head"]["advice"] == "use algorithm EAGLE3"
     assert found["drafter grams"]["level"] == "ok"
 
 
@@ -106,6 +106,15 @@ def test_a_mistake_in_a_drafter_is_not_the_models(spec: str, check: str, message
     assert found[check]["level"] == "fault" and message in found[check]["found"]
     assert found[check]["advice"] == ""
     assert {found[other]["level"] for other in ("model", "target", "drafter grams")} == {"ok"}
+
+
+def test_mistakes_in_drafters_are_told_without_the_model(tmp_path: Path) -> None:
+    spec = f"name=two,algorithm=EAGLE3,modle={DEMO / 'eagle3'}"
+    found = findings(tmp_path / "missing", "--drafter", spec)
+    assert {check for check, one in found.items() if one["level"] == "fault"} == {"drafter two", "model"}
+    assert "there is no such key" in found["drafter two"]["found"]
+    # Its flags are not sound together.
+    assert "command line" not in found
 
 
 def test_a_head_for_another_target(target: Path, tmp_path: Path) -> None:

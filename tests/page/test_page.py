@@ -504,6 +504,19 @@ class TestKeys:
         await page.click("[aria-label='Detach late']")
         await page.wait_for_selector("#drafters tr:has-text('late') .state-detached")
         assert changes == ["+late unix:/run/late auto", "-late"]
+        opened.refused |= {400}
+        await page.fill("#attach-name", "a bad name")
+        await page.fill("#attach-address", "unix:/run/late")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("#operator-alert:has-text('name')")
+        async with page.expect_response("**/v1/activity"):
+            pass
+        async with page.expect_response("**/v1/activity"):
+            # The answer before this one has been drawn.
+            assert await page.is_visible("#operator-alert"), "it stays until the next action"
+        await page.fill("#attach-name", "later")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("#operator-alert", state="hidden")
         await page.click("#forget")
         assert await page.evaluate("() => sessionStorage.length") == 0
         assert not await page.is_visible("#operator-view")

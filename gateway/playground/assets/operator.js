@@ -12,6 +12,8 @@ const NO_ENDPOINTS = "This server has no operator's endpoints: it was started wi
 
 export class OperatorView {
   timer = null;
+  // Whether the alert is about what the operator did: it stays until the next action.
+  isKept = false;
 
   constructor() {
     for (const region of document.querySelectorAll("#operator-view .scroll")) new ScrollHint(region);
@@ -19,6 +21,7 @@ export class OperatorView {
       event.preventDefault();
       operatorKey.value = byId("operator-key").value.trim();
       byId("operator-key").value = "";
+      this.isKept = false;
       this.refresh();
     });
     byId("forget").addEventListener("click", () => {
@@ -53,14 +56,23 @@ export class OperatorView {
       this.draw(await getJson("v1/activity", {key: operatorKey}));
       byId("operator-form").hidden = true;
       byId("operator-view").hidden = false;
+      if (!this.isKept) showAlert(byId("operator-alert"));
     });
   }
 
-  // Shows what goes wrong; a refused key is forgotten.
+  // Runs what the operator asked for.
+  async act(action) {
+    this.isKept = false;
+    showAlert(byId("operator-alert"));
+    this.isKept = !(await this.guarded(action));
+    if (this.isKept) byId("operator-alert").scrollIntoView({block: "nearest"});
+  }
+
+  // Shows what goes wrong; a refused key is forgotten. Returns whether all went well.
   async guarded(action) {
     try {
       await action();
-      showAlert(byId("operator-alert"));
+      return true;
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       const isMissing = error.status === 404 && error.message.includes("Not Found");
@@ -69,12 +81,13 @@ export class OperatorView {
         operatorKey.value = "";
         this.close();
       }
+      return false;
     }
   }
 
   async attach() {
     const [name, address] = [byId("attach-name").value.trim(), byId("attach-address").value.trim()];
-    await this.guarded(async () => {
+    await this.act(async () => {
       const body = {name, address, transport: byId("attach-transport").value};
       await getJson("v1/drafters", {method: "POST", key: operatorKey, body});
       byId("attach").reset();
@@ -84,7 +97,7 @@ export class OperatorView {
   }
 
   async detach(name, verifier) {
-    await this.guarded(async () => {
+    await this.act(async () => {
       const path = `v1/drafters/${encodeURIComponent(name)}?${new URLSearchParams({verifier})}`;
       await getJson(path, {method: "DELETE", key: operatorKey});
       announce(`${name} is detached.`);

@@ -150,6 +150,12 @@ def test_several_verifiers_are_named() -> None:
     assert row(drawn, "Deaths and resumes").startswith("verifiers up 1 of 2")
 
 
+def test_how_often_a_drafter_was_attached_is_not_how_often_it_was_tried() -> None:
+    drafter = dataclasses.replace(FIGURES.drafters[0], states={"connecting": 1}, attaches=2)
+    drawn = lines(picture(URL, dataclasses.replace(FIGURES, drafters=(drafter,)), READY, None))
+    assert row(drawn, "eagle3 ").startswith("connecting 72%")
+
+
 @pytest.mark.parametrize("ready", [{}, {"status": "not ready"}])
 def test_a_server_that_shows_nothing_yet(ready: dict[str, Any]) -> None:
     empty = Figures(
