@@ -72,7 +72,8 @@ def main(
 
         if not isinstance(error, ForetokenError):
             raise
-        say(" ".join(str(error).split()))
+        advice = f"; {error.advice}" if error.advice else ""
+        say(" ".join(f"{error}{advice}".split()))
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 

@@ -28,7 +28,7 @@ class ForetokenError(Exception):
 
     Attributes:
         field: the request field at fault, or empty.
-        advice: what the user can do, if the message does not say it; for ``foretoken doctor``.
+        advice: what the user of a command can do, if the message does not say it.
     """
 
     status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import socket
+import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from foretoken.cli import app
+from foretoken.cli import app, main
 from foretoken.commands.settings_command import VLLM_NAMES
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.supervisor import Service
@@ -229,6 +230,15 @@ def test_a_mistake_in_a_drafter_names_its_key(spec: str, message: str) -> None:
     result = CliRunner().invoke(app, ["serve", str(ROOT / "models/demo/target"), "--dry-run", "--drafter", spec])
     assert isinstance(result.exception, ConfigError)
     assert str(result.exception) == f"--drafter {message}"
+
+
+def test_a_refusal_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = f"name=a,algorithm=EAGLE,model={DEMO}/eagle3"
+    monkeypatch.setattr(sys, "argv", ["foretoken", "serve", f"{DEMO}/target", "--dry-run", "--drafter", spec])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("holds a head of algorithm EAGLE3, not of EAGLE; use algorithm EAGLE3")
 
 
 @pytest.mark.parametrize(
