@@ -267,7 +267,7 @@ class GatewayCore:
             "time_to_first_token_ms": None if first_s is None else round(1e3 * first_s, 3),
             "duration_ms": round(1e3 * seconds, 3),
             "resumes": generation.num_resumes,
-            "drafter": generation.drafter,
+            "drafter": stats.drafter or generation.drafter_of_tokens,
             "decode_steps": stats.num_decode_steps,
             "draft_tokens": stats.num_draft_tokens,
             "accepted_tokens": stats.num_accepted_tokens,

@@ -190,12 +190,14 @@ class Output:
         return 0 if self.sequence is None else self.sequence.num_resumed_tokens
 
     @property
-    def drafter(self) -> str:
+    def drafter_of_tokens(self) -> str:
         """The name of the drafter of most of its tokens; empty if there is none.
 
         The verifier's figures say which one drafted most, but an output that is dropped gets none.
         """
-        counts = Counter(source for source in self.sources[self.num_resumed_tokens :] if source)
+        counts = Counter(self.sources[self.num_resumed_tokens :])
+        # The target's own.
+        del counts[0]
         if not counts or self.sequence is None or self.is_waiting:
             return ""
         return self.sequence.drafter_name(counts.most_common(1)[0][0]) or ""
@@ -402,9 +404,9 @@ class Generation:
         return SpeculationStats.sum([o.finished.speculation for o in self.outputs if o.finished is not None])
 
     @property
-    def drafter(self) -> str:
-        """The drafter that drafted most; of dropped outputs, the one of most of their tokens."""
-        return self.speculation.drafter or next((o.drafter for o in self.outputs if o.drafter), "")
+    def drafter_of_tokens(self) -> str:
+        """The drafter of most tokens of the first output that has one; empty if none has."""
+        return next(filter(None, (output.drafter_of_tokens for output in self.outputs)), "")
 
     @property
     def completion_tokens(self) -> int:

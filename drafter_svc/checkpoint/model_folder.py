@@ -11,7 +11,7 @@ from drafter_svc.checkpoint.token_map import check_token_map, load_token_map
 from foretoken.errors import CheckpointError, ConfigError, PreconditionError
 from foretoken.models.checkpoint_files import tensor_files, tensor_headers
 from foretoken.models.config import load_config
-from foretoken.models.draft_config import MTP_PREFIXES, HeadConfig, head_captured_layers, head_config
+from foretoken.models.draft_config import MTP_PREFIXES, USE_ANOTHER, HeadConfig, head_captured_layers, head_config
 from foretoken.models.head_shapes import check_head_tensors
 from foretoken.models.tensor_shapes import check_decoder
 
@@ -35,7 +35,7 @@ def check_head_folder(algorithm: str, path: Path | None, target: Path) -> None:
         if width != wanted:
             raise ConfigError(
                 f"{path} is a head for another target: {name} takes {width} values, not {wanted}",
-                advice="use one that was trained for this model",
+                advice=USE_ANOTHER,
             )
     check_head_tensors(path or target, headers, head, config)
 

@@ -37,9 +37,9 @@ class NgramDrafter:
     """A ``foretoken.drafter.Drafter`` that holds corpora.
 
     A tenant's history and the corpora outlive sequences, and attachments to the same target.
-    Memory: 38 bytes a node of ``capacity``, touched as the trie fills; for each batch slot 8 bytes
-    a token of its longest sequence and 4 a token of its longest prediction; 8 bytes a token of the
-    corpora.
+    Memory: 38 bytes a node of ``capacity``, of which 36 are touched as the trie fills; for each
+    batch slot 8 bytes a token of its longest sequence and 4 a token of its longest prediction; 8
+    bytes a token of the corpora.
 
     The constructor compiles, once per installation (10 to 20 s), or loads the cached code (0.3 s),
     so that an attachment does not wait. The cache is next to the source files, or per user if they

@@ -37,7 +37,8 @@ MTP_PREFIXES = tuple(prefix for _, prefix, _ in _MTP_NAMES)
 _HEAD_MODEL_TYPES = ("llama", "llama4_text", "mistral", "qwen2", "qwen3")
 _DEFAULT_NUM_LAYERS = 3
 # What to do about a head that does not fit.
-OTHER_TARGET = "this head was made for another target; use one that was trained for this model"
+USE_ANOTHER = "use one that was trained for this model"
+OTHER_TARGET = f"this head was made for another target; {USE_ANOTHER}"
 
 
 @dataclass(frozen=True, slots=True)

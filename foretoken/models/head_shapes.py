@@ -11,15 +11,12 @@ from pathlib import Path
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models.checkpoint_files import TensorHeader
 from foretoken.models.config import ModelConfig
-from foretoken.models.draft_config import OTHER_TARGET, HeadConfig, head_captured_layers
+from foretoken.models.draft_config import OTHER_TARGET, USE_ANOTHER, HeadConfig, head_captured_layers
 from foretoken.models.tensor_shapes import Shapes, check_tensors, layer_shapes
 
 INTEGER_TYPES = ("I64", "I32")
 # The config is the head's own, and may be another head's.
-_MISSHAPEN = (
-    "this head was made for another target, or its config.json for another head; "
-    "use one that was trained for this model"
-)
+_MISSHAPEN = f"this head was made for another target, or its config.json for another head; {USE_ANOTHER}"
 # All exporters leave these in the file of a head that does not read them.
 _LEFT_OVER = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
 

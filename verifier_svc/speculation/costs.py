@@ -77,12 +77,15 @@ class StepBase(NamedTuple):
 
 
 class DraftCosts:
-    """Costs of steps with drafts, measured while they run. Used by the engine thread alone."""
+    """Costs of steps with drafts, measured while they run. Used by the engine thread alone.
+
+    ``num_steps``: how often a step, or a run of overlapped steps, began.
+    """
 
     def __init__(self, costs: StepCosts, bounds: TreeBounds) -> None:
         self._costs = costs
         self._bounds = bounds
-        self._num_steps = 0
+        self.num_steps = 0
         # Seconds of a step outside the target's pass and the waits (asking, taking over,
         # publishing), by whether it waits for a model.
         self._overhead_s = {False: 0.0, True: 0.0}
@@ -96,7 +99,7 @@ class DraftCosts:
 
     def begin_step(self, drafters: Sequence[DrafterHandle], batch: int, num_steps: int = 1) -> None:
         """Begin a step of ``batch`` rows, ``num_steps`` after the last call."""
-        self._num_steps += 1
+        self.num_steps += 1
         self._waited_s = -_wait_seconds(drafters)
         # Otherwise a disturbed time would end drafts for good: without them
         # there is nothing to learn from.
@@ -168,8 +171,8 @@ class DraftCosts:
 
     def _step_s(self, num_rows: int) -> float:
         """Return the seconds of a step that verifies so many rows, without waits."""
-        if self._num_steps - self._seconds_from >= HOLD_FOR:
-            self._seconds, self._seconds_from = {}, self._num_steps
+        if self.num_steps - self._seconds_from >= HOLD_FOR:
+            self._seconds, self._seconds_from = {}, self.num_steps
         seconds = self._seconds.get(num_rows)
         if seconds is None:
             seconds = self._seconds[num_rows] = self._costs.estimate(num_rows) + self._overhead_s[False]
@@ -198,14 +201,14 @@ class DraftCosts:
         """
         key = ",".join(drafter.name for drafter in drafters), batch
         counted_at, costs = self._cost_lists.get(key, (0, []))
-        if not costs or self._num_steps - counted_at >= HOLD_FOR:
+        if not costs or self.num_steps - counted_at >= HOLD_FOR:
             has_model = drafters[0].has_model
             plain = self._costs.estimate(batch) + self._overhead_s[False]
             costs = [1.0]
             for reach in range(1, self._bounds.max_nodes):
                 nodes = self._bounds.of_row(has_model, reach, reach).nodes
                 costs.append(self._drafted_step_s(drafters, reach, batch * nodes, batch) / plain)
-            self._cost_lists[key] = (self._num_steps, costs)
+            self._cost_lists[key] = (self.num_steps, costs)
         return costs
 
     def best_plans(self, plans: Sequence[DraftPlan], batch: int) -> list[DraftPlan]:

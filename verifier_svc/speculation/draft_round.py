@@ -173,20 +173,12 @@ class LookupRound(DraftRound):
 
     has_model = False
 
-    def __init__(
-        self, routing: DrafterRouting, rows: RowStates, capture: Capture, costs: DraftCosts, bounds: TreeBounds
-    ) -> None:
-        super().__init__(routing, rows, capture, costs, bounds)
-        # Ordinary steps.
-        self._num_steps = 0
-
     def gate(self, sequence: Sequence) -> Gate:
         return self._rows.of(sequence).lookup_gate
 
     def may_ask(self, decoding: Seq[Sequence]) -> Seq[Sequence]:
         """Return the rows that may ask in an ordinary step. Called once a step."""
-        self._num_steps += 1
-        if len(decoding) < SCOUT_TOGETHER_FROM or self._num_steps % SCOUT_EVERY == 0:
+        if len(decoding) < SCOUT_TOGETHER_FROM or self._costs.num_steps % SCOUT_EVERY == 0:
             return decoding
         asking = []
         for sequence in decoding:

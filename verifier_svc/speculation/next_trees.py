@@ -21,7 +21,7 @@ class NextTrees:
         # Whether drafters were asked, or could have been, since the last overlapped step.
         self.were_asked_for = False
         self._drafts: dict[Key, Draft] = {}
-        # Drafts of which no node is worth its row.
+        # Drafts without a node that is worth its row.
         self._passed_over: dict[Key, Draft] = {}
         # Rows for which a draft came, and those of them that got only their root.
         self.found: set[Key] = set()
@@ -44,7 +44,9 @@ class NextTrees:
 
     def drop(self, drafter: int) -> None:
         """Drop the trees that have nodes of this drafter."""
-        self._drafts = {key: draft for key, draft in self._drafts.items() if drafter not in draft.sources}
+        for drafts in (self._drafts, self._passed_over):
+            for key in [key for key, draft in drafts.items() if drafter in draft.sources]:
+                del drafts[key]
 
     def choose(self, found: Found, batch: int) -> None:
         """Merge the drafts of each row and keep the best nodes.

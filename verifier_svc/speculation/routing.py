@@ -78,7 +78,6 @@ class DrafterRouting:
                 )
         if sum(not drafter.is_detached for drafter in self._drafters) >= MAX_DRAFTERS:
             raise PreconditionError(f"a verifier has at most {MAX_DRAFTERS} drafters: detach one", field="name")
-        self._trials.restart()
         drafter = self._drafter(source.name)
         if drafter is None:
             if len(self._drafters) >= MAX_DRAFTER_NAMES:
@@ -91,6 +90,7 @@ class DrafterRouting:
             drafter.replace_source(source)
         else:
             raise PreconditionError(f"there is a drafter {source.name!r}: detach it first", field="name")
+        self._trials.restart()
 
     def remove(self, name: str) -> DrafterHandle:
         """Detach a drafter, which keeps its number. Raises NotFoundError if there is none."""
