@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 
 PERIOD_MS = 100
-QUERY = ("--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", f"--loop-ms={PERIOD_MS}", "--id=0")
+QUERY = ("--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", f"--loop-ms={PERIOD_MS}")
 
 
 class Samples:
@@ -25,7 +26,7 @@ class Samples:
 
 @contextlib.contextmanager
 def sampled() -> Iterator[Samples]:
-    """Sample the first GPU during the block; the samples are there at its end.
+    """Sample the first visible GPU during the block; the samples are there at its end.
 
     The block begins after nvidia-smi's first sample: requests sent while it
     started waited up to 80 ms longer.
@@ -35,7 +36,8 @@ def sampled() -> Iterator[Samples]:
     if program is None:
         yield samples
         return
-    child = subprocess.Popen([program, *QUERY], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    command = [program, *QUERY, f"--id={first_visible()}"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert child.stdout is not None
     try:
         # Its value is of the time before.
@@ -45,6 +47,14 @@ def sampled() -> Iterator[Samples]:
         child.terminate()
         output, _ = child.communicate()
         samples.busy = parse(output)
+
+
+def first_visible() -> str:
+    """Return the first GPU that CUDA shows to this process, as nvidia-smi's ``--id``.
+
+    nvidia-smi does not read CUDA_VISIBLE_DEVICES.
+    """
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
 
 
 def parse(output: str) -> list[float]:
