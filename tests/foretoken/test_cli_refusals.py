@@ -186,6 +186,7 @@ MAP = "models/demo/token_map.safetensors"
     ("spec", "message"),
     [
         ("name=a,algorithm=NGRAM,color=red", f"color: there is no such key; known keys: {KEYS}"),
+        ("name=a,algorithm=EAGLE3,modle=x", f"modle: there is no such key; known keys: {KEYS}. Did you mean 'model'?"),
         (
             "name=a,address=unix:/a.sock",
             "address: a drafter that runs elsewhere is taken by foretoken drafters attach, or by foretoken verifier",
