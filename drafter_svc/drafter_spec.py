@@ -12,6 +12,7 @@ from drafter_svc.config import AlgorithmName, DrafterThreads
 from foretoken.config import Settings, build, parse_pairs
 from foretoken.drafter_names import FLAG, DrafterName
 from foretoken.errors import ConfigError
+from foretoken.limits import is_name
 
 
 class DrafterSpec(Settings):
@@ -47,6 +48,15 @@ def parse_spec(text: str) -> DrafterSpec:
         key, problem = found
         raise ConfigError(f"{FLAG} {key}: {problem}")
     return spec
+
+
+def name_in(text: str) -> str:
+    """Return the drafter's name in the flag's value; empty if there is no valid one."""
+    try:
+        name = parse_pairs(text, FLAG).get("name", "")
+    except ConfigError:
+        return ""
+    return name if is_name(name) else ""
 
 
 def spec_text(spec: DrafterSpec) -> str:

@@ -9,20 +9,17 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from drafter_svc.drafter_spec import DrafterSpec, parse_spec
+from drafter_svc.drafter_spec import DrafterSpec, name_in, parse_spec
 from foretoken import hub
 from foretoken.commands import service_settings, speculators
 from foretoken.commands.given import Given
 from foretoken.commands.service_settings import DoctorOptions
-from foretoken.config import parse_pairs
 from foretoken.doctor import gpu, model_files, multi_process, packages, space, torch_build
 from foretoken.doctor.finding import Finding, failed, ok, tried, warning
 from foretoken.doctor.ports import check_ports
 from foretoken.doctor.python import check_python
 from foretoken.doctor.sockets import check_sockets
-from foretoken.drafter_names import FLAG
 from foretoken.errors import ForetokenError
-from foretoken.limits import is_name
 from foretoken.mps import DRIVER
 from gateway.config import GatewaySettings
 from verifier_svc.config import VerifierSettings
@@ -122,11 +119,8 @@ def _parse_drafters(texts: Sequence[str]) -> tuple[list[DrafterSpec], list[Findi
 
 def _label(text: str) -> str:
     """Return the check of a --drafter flag that cannot be read: the drafter's, if it has a name."""
-    try:
-        name = parse_pairs(text, FLAG).get("name", "")
-    except ForetokenError:
-        name = ""
-    return f"drafter {name}" if is_name(name) else "command line"
+    name = name_in(text)
+    return f"drafter {name}" if name else "command line"
 
 
 def _build_settings(given: Given) -> None:

@@ -5,7 +5,8 @@ Functions raise ConfigError and CheckpointError that name the flag.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +15,7 @@ from pydantic import Field
 
 from drafter_svc.algorithms import ALGORITHMS, algorithm_names, find_algorithm
 from drafter_svc.config import DrafterSettings, with_options
-from drafter_svc.drafter_spec import DrafterSpec, parse_spec, spec_text
+from drafter_svc.drafter_spec import DrafterSpec, name_in, parse_spec, spec_text
 from foretoken import hub
 from foretoken.address import Address
 from foretoken.bench.settings import BenchSettings
@@ -255,10 +256,10 @@ def verifier_stack(given: Given, folder: Path, address: str) -> VerifierStack:
     _check_drafter_flags(given, options)
     given, said = speculators.expand(given)
     options, notices = given.settings(ServeOptions), notices + said
-    drafters = [
-        (spec, drafter_settings(given, spec, f"unix:{folder}/drafters/{spec.name}.sock"))
-        for spec in drafter_specs(given, options, notices)
-    ]
+    drafters: list[tuple[DrafterSpec, DrafterSettings]] = []
+    for spec in drafter_specs(given, options, notices):
+        with _naming(given, spec):
+            drafters.append((spec, drafter_settings(given, spec, f"unix:{folder}/drafters/{spec.name}.sock")))
     model = find_checkpoint(given)
     endpoints = tuple(
         DrafterEndpoint(name=spec.name, address=settings.address)
@@ -269,7 +270,9 @@ def verifier_stack(given: Given, folder: Path, address: str) -> VerifierStack:
         if not (model / name).is_file():
             raise CheckpointError(f"{model} holds no checkpoint: there is no {name}")
     notices += check_target(model)
-    check_drafters(given, [settings for _, settings in drafters], model)
+    for spec, settings in drafters:
+        with _naming(given, spec):
+            check_drafters(given, [settings], model)
     verifier = verifier.model_copy(update={"model": model, "drafters": endpoints})
     return VerifierStack(options=options, verifier=verifier, drafters=drafters, notices=tuple(notices))
 
@@ -366,8 +369,7 @@ def _served_names(given: Given) -> dict[str, Any]:
 
 def _check_drafter_flags(given: Given, options: ServeOptions) -> None:
     """Raise ConfigError for drafter flags that are wrong for any MODEL, before asking a hub."""
-    for text in options.drafters:
-        parse_spec(text)
+    _parse_drafters(options.drafters)
     for row in ALGORITHMS.values():
         if row.options and row.field in given.values:
             values: dict[str, Any] = {
@@ -389,7 +391,7 @@ def drafter_specs(given: Given, options: ServeOptions, notices: list[str]) -> li
     """
     path, token_map = (given.values.get(f"speculative_{name}") for name in ("draft_model_path", "token_map"))
     if options.drafters:
-        specs = [parse_spec(text) for text in options.drafters]
+        specs = _parse_drafters(options.drafters)
         keys = {"algorithm": options.speculative_algorithm, "draft-model-path": path, "token-map": token_map}
         if doubled := [f"--speculative-{key}" for key, value in keys.items() if value]:
             raise ConfigError(
@@ -411,6 +413,20 @@ def drafter_specs(given: Given, options: ServeOptions, notices: list[str]) -> li
             spec_text(spec)
     _check_options_given(given, specs, "a drafter of --speculative-algorithm ")
     return specs
+
+
+def _parse_drafters(texts: Sequence[str]) -> list[DrafterSpec]:
+    """Parse --drafter flags. A mistake names its drafter by name, else by position."""
+    specs = []
+    for position, text in enumerate(texts, 1):
+        with at_fault(f"drafter {name_in(text) or f'{position} of {len(texts)}'}"):
+            specs.append(parse_spec(text))
+    return specs
+
+
+def _naming(given: Given, spec: DrafterSpec) -> AbstractContextManager[None]:
+    """Return a context that prefixes ConfigErrors with the drafter's name if --drafter gave it."""
+    return at_fault(f"drafter {spec.name}") if given.values.get("drafters") else nullcontext()
 
 
 def _meant(typed: str, path: str | None, target: str, notices: list[str]) -> tuple[str, str | None]:

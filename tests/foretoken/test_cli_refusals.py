@@ -230,7 +230,26 @@ MAP = "models/demo/token_map.safetensors"
 def test_a_mistake_in_a_drafter_names_its_key(spec: str, message: str) -> None:
     result = CliRunner().invoke(app, ["serve", str(ROOT / "models/demo/target"), "--dry-run", "--drafter", spec])
     assert isinstance(result.exception, ConfigError)
-    assert str(result.exception) == f"--drafter {message}"
+    assert str(result.exception).partition(": ")[2] == f"--drafter {message}"
+
+
+@pytest.mark.parametrize(
+    ("spec", "drafter"),
+    [
+        ("name=b,algorithm=FOO", "b"),
+        ("name=b,algorithm=EAGLE3,model=/nowhere", "b"),
+        (f"name=b,algorithm=EAGLE,model={DEMO}/eagle3", "b"),
+        ("algorithm=NGRAM", "2 of 3"),
+        ("name=B,algorithm=NGRAM", "2 of 3"),
+        ("ngram", "2 of 3"),
+    ],
+)
+def test_a_mistake_in_one_of_several_drafters_names_the_drafter(spec: str, drafter: str) -> None:
+    specs = ("name=a,algorithm=NGRAM", spec, "name=c,algorithm=NGRAM")
+    flags = [word for text in specs for word in ("--drafter", text)]
+    result = CliRunner().invoke(app, ["serve", str(DEMO / "target"), "--dry-run", *flags])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith(f"drafter {drafter}: --drafter")
 
 
 def test_a_refusal_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,11 +264,14 @@ def test_a_refusal_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--drafter", "name=a,algorithm=MTP"), r"--drafter algorithm: .*/demo/target has no MTP layers: it holds no "),
+        (
+            ("--drafter", "name=a,algorithm=MTP"),
+            r"drafter a: --drafter algorithm: .*/demo/target has no MTP layers: it holds no ",
+        ),
         (("--speculative-algorithm", "NEXTN"), r"--speculative-algorithm: .*/demo/target has no MTP layers"),
         (
             ("--drafter", f"name=a,algorithm=EAGLE,model={DEMO}/eagle3"),
-            r"--drafter model: .*/demo/eagle3 holds a head of algorithm EAGLE3, not of EAGLE",
+            r"drafter a: --drafter model: .*/demo/eagle3 holds a head of algorithm EAGLE3, not of EAGLE",
         ),
         (
             ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", f"{DEMO}/target"),
@@ -257,11 +279,11 @@ def test_a_refusal_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         ),
         (
             ("--drafter", f"name=a,algorithm=STANDALONE,model={DEMO}/eagle3"),
-            r"--drafter model: .*/demo/eagle3/tokenizer\.json does not exist: the tokenizers of draft model and target",
+            r"drafter a: --drafter model: .*/demo/eagle3/tokenizer\.json does not exist: the tokenizers of draft ",
         ),
         (
             ("--drafter", f"name=a,algorithm=EAGLE3,model={DEMO}/eagle3,token_map=/nowhere"),
-            r"--drafter token_map: /nowhere: no such file",
+            r"drafter a: --drafter token_map: /nowhere: no such file",
         ),
     ],
 )

@@ -165,7 +165,7 @@ def test_the_server_gets_the_flags_of_models_and_none_of_the_network() -> None:
         (("demo", "--budget", "0.01"), "--budget: needs at least 30 rounds for 13 candidates, and may use 2"),
         (("demo", "--weights", "1"), "--weights: expected as many numbers as --max-concurrency has"),
         (("demo", "--requests-per-round", "1", "--max-concurrency", "4"), "--requests-per-round: 1 cannot keep 4"),
-        (("demo", "--drafter", "name=a"), "--drafter"),
+        (("demo", "--drafter", "name=a"), "drafter a: --drafter"),
     ],
 )
 def test_mistakes_are_refused_before_anything_starts(
