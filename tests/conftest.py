@@ -46,6 +46,17 @@ TIMEOUT_S = pytest.StashKey[float]()
 STDERR = pytest.StashKey[int]()
 
 
+class Loggers(dict[str, Any]):
+    """The loggers by name; whoever looks at all of them gets a copy.
+
+    pytest does before each phase of a test, without logging's lock. A thread that the test has
+    started may make a logger meanwhile: gRPC imports a part of itself at the first channel.
+    """
+
+    def values(self) -> Any:
+        return self.copy().values()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the stderr that pytest was started with: captured text is lost when the process ends.
 
@@ -53,6 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
     on. Until all tests are collected, there is no garbage worth a search.
     """
     gc.disable()
+    manager = logging.root.manager
+    manager.loggerDict = Loggers(manager.loggerDict)
     config.stash[STDERR] = os.dup(2)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.planted_tests import run_pytest
+
 TESTS = """
 import collections
 import itertools
@@ -38,27 +37,11 @@ def test_hangs():
 def test_fails_and_hangs_afterwards(hanging_fixture):
     raise AssertionError
 """
-# Far above a timeout of one second, and below this suite's own.
-PATIENCE_S = 120.0
-
-
-def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    path = folder / "test_planted.py"
-    path.write_text(TESTS, encoding="utf-8")
-    (folder / "conftest.py").write_text("from tests.conftest import *\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--timeout", "1"]
-    return subprocess.run(
-        [*command, "-c", str(ROOT / "pyproject.toml"), str(path), *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
 
 
 @pytest.mark.parametrize(("name", "frame"), [("test_hangs", "test_hangs"), ("afterwards", "hanging_fixture")])
 def test_a_hang_in_compiled_code_ends_the_run(tmp_path: Path, name: str, frame: str) -> None:
-    done = run_pytest(tmp_path, "-k", name)
+    done = run_pytest(tmp_path, TESTS, "--timeout", "1", "-k", name)
     assert done.returncode == 1
     assert "Timeout (0:00:0" in done.stderr and f"in {frame}" in done.stderr
     # No summary: pytest did not get that far.
@@ -66,13 +49,13 @@ def test_a_hang_in_compiled_code_ends_the_run(tmp_path: Path, name: str, frame: 
 
 
 def test_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
-    done = run_pytest(tmp_path, "-k", "test_passes or test_hangs", "--numprocesses", "1")
+    done = run_pytest(tmp_path, TESTS, "--timeout", "1", "-k", "test_passes or test_hangs", "--numprocesses", "1")
     assert done.returncode == 1
     assert "in test_hangs" in done.stderr
     assert "crashed while running" in done.stdout and "1 failed, 1 passed" in done.stdout
 
 
 def test_a_test_that_ends_in_time_ends_nothing(tmp_path: Path) -> None:
-    done = run_pytest(tmp_path, "-k", "test_passes")
+    done = run_pytest(tmp_path, TESTS, "--timeout", "1", "-k", "test_passes")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
