@@ -1,6 +1,6 @@
 """A drafter in the verifier's process: when it is attached, left alone, asked for its figures.
 
-test_remote.py tests what it has in common with drafters elsewhere.
+test_transports.py tests what it has in common with drafters elsewhere.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tests.support.engine_harness import Harness, Request, Result
 from tests.support.grammars import END, VOCAB, ids_of, regex, schema, text_of, vocabulary
 from tests.support.hash_target import HashTarget
 from tests.support.scripted_drafter import ScriptedDrafter
-from tests.verifier_svc.sampling.test_grammar import RECORD, Record
+from tests.verifier_svc.sampling.test_grammar_texts import RECORD, Record
 from tests.verifier_svc.test_identity import TEMPERATURES, assert_same, assert_speculated, script
 from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 

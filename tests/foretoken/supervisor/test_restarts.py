@@ -20,7 +20,7 @@ import pytest
 from foretoken.lost_context import ASSERTION_STATUS, CONTEXT_LOST_STATUS
 from foretoken.supervisor import MAX_SILENCE_S, MIN_MISSED_HEARTBEATS, Heartbeats, Pulse, RestartDelays, describe_status
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DRIVER = ROOT / "tests" / "support" / "supervised.py"
 # A child: ready when its file is there, alive while its socket gives a time; logs each signal. It
 # ends with the status in NAME.status, and logs at its start which first-generation children live.
