@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from foretoken.sampling import Grammar
 from verifier_svc.sampling.grammar import Matcher, Vocabulary, compile_grammar
 
 END = 7
+EOS = frozenset({END})
+# Token ids of a prompt.
+PROMPT = (3, 1, 4)
 _TEXTS = [
     *'{}[]":,',
     None,  # the end of the text: id 7
@@ -62,3 +66,21 @@ def regex(text: str) -> Grammar:
 
 def matcher(grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
     return compile_grammar(grammar, vocabulary)
+
+
+class Inner(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    x: bool
+    y: int = Field(ge=0, le=999)
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    a: int = Field(ge=-99, le=99)
+    b: list[Inner] = Field(max_length=2)
+    c: str = Field(pattern="^[a-f]{1,4}$")
+
+
+RECORD = schema(Record.model_json_schema())

@@ -12,19 +12,13 @@ import pytest
 from foretoken.results import FinishReason
 from foretoken.sampling import Grammar, SamplingParams
 from foretoken.tree import DraftTree
-from tests.support.grammars import END, VOCAB, ids_of, regex, vocabulary
+from tests.support.grammars import EOS, VOCAB, ids_of, regex
 from verifier_svc.sampling import grammar
 from verifier_svc.sampling.allowed_tokens import CLOSED, NO_MASK, AllowedTokens, TreeMasks
 from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 from verifier_svc.sampling.verify import SamplingState, WalkResult, followed
 
-EOS = frozenset({END})
 ROOT = 0
-
-
-@pytest.fixture(scope="module")
-def vocab(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
-    return vocabulary(tmp_path_factory.mktemp("vocabulary"))
 
 
 def allowed_of(vocab: Vocabulary, rules: Grammar, *, looks_ahead: bool = True, **fields: object) -> AllowedTokens:

@@ -17,10 +17,9 @@ import pytest
 from foretoken.results import FinishReason
 from foretoken.sampling import Grammar, SamplingParams
 from tests.support.engine_harness import Harness, Request, Result
-from tests.support.grammars import END, VOCAB, ids_of, regex, schema, text_of, vocabulary
+from tests.support.grammars import END, RECORD, VOCAB, Record, ids_of, regex, schema, text_of
 from tests.support.hash_target import HashTarget
 from tests.support.scripted_drafter import ScriptedDrafter
-from tests.verifier_svc.sampling.test_grammar_texts import RECORD, Record
 from tests.verifier_svc.test_identity import TEMPERATURES, assert_same, assert_speculated, script
 from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 
@@ -43,11 +42,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "ignore eos": {"grammar": regex("[ab]{5,30}"), "ignore_eos": True},
     "logprobs": {"grammar": LIST, "logprobs": 3, "prompt_logprobs": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def vocab(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
-    return vocabulary(tmp_path_factory.mktemp("vocabulary"))
 
 
 def harness(drafter: ScriptedDrafter | None = None, *, num_blocks: int = 600, **options: Any) -> Harness:
