@@ -1,10 +1,11 @@
-"""Fixtures: Chromium, and the page of a real gateway in it.
+"""Fixtures: Chromium, and the page of a real gateway in it; scripts of its verifier.
 
 The page may write nothing to the console.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from collections.abc import AsyncIterator
@@ -13,7 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from foretoken.config import build
+from gateway.config import GatewaySettings
+from protos import common_pb2
 from tests.gateway.conftest import Stack, model_folder, settings, stack, tokenizer
+from tests.gateway.scripted_verifier import ABORT, Player, steps
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
@@ -22,6 +27,11 @@ __all__ = ["model_folder", "settings", "stack", "tokenizer"]
 ROOT = Path(__file__).parents[2]
 DESKTOP = {"width": 1280, "height": 900}
 PHONE = {"width": 360, "height": 740}
+OPERATOR = "an operator's key"
+STATS = common_pb2.SpeculationStats(
+    num_decode_steps=4, num_spec_steps=4, num_draft_tokens=10, num_accepted_tokens=6, drafter="ngram"
+)
+TEXT = "def add(first, second):\n    return first + second"
 # Of the console: what a refused call leaves there by itself, whatever the page makes of it.
 REFUSED = "Failed to load resource: the server responded with a status of {status}"
 
@@ -95,3 +105,42 @@ async def opened(browser: Browser, stack: Stack, view: dict[str, Any]) -> AsyncI
     yield opened
     await context.close()
     assert opened.complaints == []
+
+
+def with_operator(settings: GatewaySettings, folder: Path) -> GatewaySettings:
+    """Return the settings of a gateway that knows the operator's key."""
+    (folder / "operator").write_text(OPERATOR)
+    return build(GatewaySettings, settings.model_dump() | {"admin_api_key_file": folder / "operator"})
+
+
+def drafted(stack: Stack, text: str = TEXT) -> Any:
+    """Return a script of steps of four tokens, three of
+    them drafts, or of one for a plain request.
+    """
+    ids = stack.ids(text)
+    parts = [ids[:1], *(ids[start : start + 4] for start in range(1, len(ids), 4))]
+
+    async def play(player: Player) -> None:
+        if player.sequence.speculation.enabled:
+            await steps(*parts, stats=STATS)(player)
+        else:
+            await steps(*([token] for token in ids))(player)
+
+    return play
+
+
+async def paused(player: Player, first: list[int], may_end: asyncio.Event) -> None:
+    """Play some tokens, and end when the test says so, or the client."""
+    player.tokens(first)
+    waits = [asyncio.create_task(event.wait()) for event in (may_end, player.aborted)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    if player.aborted.is_set():
+        player.finish(ABORT)
+    else:
+        await steps(first)(player)
+
+
+async def text_of(opened: Opened, selector: str) -> str:
+    return await opened.page.locator(selector).inner_text()
