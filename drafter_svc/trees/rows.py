@@ -294,8 +294,8 @@ class DraftRows:
     def _accept_blocks(self, sequence: DraftSequence, first_with_hidden: int) -> None:
         """Key the blocks that are now whole; add those that the cache holds to the valid range.
 
-        A head writes the KV entries from ``first_with_hidden`` on itself, so only earlier blocks
-        are looked up.
+        A head writes the KV entries from ``first_with_hidden`` on itself, so only blocks with
+        earlier entries are looked up.
         """
         if sequence.sent_start > 0:
             return
@@ -305,7 +305,7 @@ class DraftRows:
             before = sequence.keys[-1] if sequence.keys else sequence.salt.to_bytes(8, "little")
             content = before + sequence.tokens[low:high].tobytes()
             sequence.keys.append(hashlib.blake2b(content, digest_size=_KEY_BYTES).digest())
-            can_write = self.needs_hidden and low >= first_with_hidden
+            can_write = self.needs_hidden and max(low, self.first_position) >= first_with_hidden
             if can_write or self._block_keys[sequence.table[block]] != sequence.keys[block]:
                 continue
             if sequence.valid_end == max(low, self.first_position):

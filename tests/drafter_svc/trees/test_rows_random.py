@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drafter_svc.trees.host_growth import HostGrowth
@@ -139,6 +139,19 @@ ACTIONS = st.one_of(
 )
 @settings(max_examples=60, deadline=None)
 @given(actions=st.lists(ACTIONS, max_size=40), seed=st.integers(0, 2**16))
+@example(
+    actions=[
+        ("start", 0, 1, 0),
+        ("post", 0, 0, 0),
+        ("start", 0, 1, 0),
+        ("commit", 0, 1, 0),
+        ("commit", 0, 3, 0),
+        ("start", 0, 4, 1),
+        ("finish", 1, 0, 0),
+        ("start", 0, 4, 1),
+    ],
+    seed=7491,
+)
 def test_trees_are_right(
     num_depths: int, hidden: bool, loses: bool, actions: list[tuple[str, int, int, int]], seed: int
 ) -> None:
