@@ -1,11 +1,12 @@
 """Time the host's work for each sequence in overlapped steps, with a target that costs nothing.
 
-    python -m benchmarks.overlap_host [--batch 64 256] [--nodes 1 4] [--ngram] [--steps 400] [--profile]
+    python -m benchmarks.overlap_host [--batch 64 256] [--nodes 1 4] [--ngram waited] [--steps 400]
 
 It prints microseconds a sequence and step, by phase. Steps return ready-made results, a drafter
 takes its requests and does nothing, and nobody reads the events. ``--nodes``: of each tree, with
-its root; 1: no drafter. ``--ngram``: an n-gram drafter looks texts up besides; prompts and outputs
-are then pieces of the standard library's source code.
+its root; 1: no model. ``--ngram``: an n-gram drafter looks texts up besides; prompts and outputs are
+then pieces of the standard library's source code. Each step waits for it (``waited``) or none
+(``scouted``). ``--profile``: which functions take the time.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ PHASES = ("plan", "draft_post", "prefill", "lookup", "launch", "commit")
 WARM_STEPS = 20
 # Different results of a step.
 NUM_RESULTS = 64
+# Nodes of the trees that look-ups find, with their root.
+NGRAM_NODES = 8
 
 
 class FreeStep:
@@ -260,26 +263,34 @@ def ready_results(batch: int, nodes: int, text: NDArray[np.int32] | None) -> lis
 
 
 def measure(
-    batch: int, nodes: int, num_steps: int, profile: cProfile.Profile | None, text: NDArray[np.int32] | None
+    batch: int,
+    nodes: int,
+    num_steps: int,
+    profile: cProfile.Profile | None,
+    text: NDArray[np.int32] | None,
+    *,
+    waits: bool = True,
 ) -> dict[str, float]:
     """Return the seconds of ``num_steps`` steps by phase.
 
-    With ``text``, an n-gram drafter looks it up.
+    With ``text``, an n-gram drafter looks it up; ``waits``: each step waits for that.
     """
+    most_nodes = max(nodes, 2) if text is None else max(nodes, NGRAM_NODES)
     output = nodes * (WARM_STEPS + num_steps + 8)
     length = PROMPT + output + nodes + 1
     blocks = BlockManager(batch * (length // BLOCK + 8), BLOCK)
     scheduler = Scheduler(blocks, max_running=batch, max_waiting=batch, prefill=PrefillBudget(batch * PROMPT))
-    layout = OverlapLayout(batch, nodes, nodes, 1, torch.float32, batch * PROMPT)
+    layout = OverlapLayout(batch, most_nodes, most_nodes, 1, torch.float32, batch * PROMPT)
     memory = OverlapMemory.over(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout)
     sources: list[Any] = [SilentDrafter(memory)] if nodes > 1 else []
     if text is not None:
-        sources.append(ngram_source(batch, length, max(nodes, 8)))
+        sources.append(ngram_source(batch, length, most_nodes))
     speculator = Speculator(
         sources,
         StepCosts({1: 1e-3, batch * nodes: 1.01e-3}),
         AttachmentSettings(EPOCH, VOCAB, BLOCK, 60.0),
-        TreeBounds(max(nodes, 2), max(nodes - 1, 1), 1),
+        # A fixed shape is always waited for. Else look-ups must save more than the whole step.
+        TreeBounds(most_nodes, most_nodes - 1 if waits else 0, 1),
         max_batch_size=0,
     )
     counters = EngineCounters()
@@ -312,16 +323,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--ngram", action="store_true", help="look n-grams up besides")
+    parser.add_argument("--ngram", choices=("waited", "scouted"), help="look n-grams up besides")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="print the functions that take the time")
     args = parser.parse_args()
-    text = source_code() if args.ngram else None
+    if args.ngram == "scouted" and args.nodes != [1]:
+        parser.error("--ngram scouted needs --nodes 1")
+    text, waits = source_code() if args.ngram else None, args.ngram != "scouted"
     for batch in args.batch:
         for nodes in args.nodes:
             profile = cProfile.Profile(time.thread_time) if args.profile else None
-            rounds = [measure(batch, nodes, args.steps, profile, text) for _ in range(args.repeats)]
+            rounds = [measure(batch, nodes, args.steps, profile, text, waits=waits) for _ in range(args.repeats)]
             scale = 1e6 / args.steps / batch
             best = {name: min(each[name] for each in rounds) * scale for name in PHASES}
             parts = " ".join(f"{name} {best[name]:.2f}" for name in PHASES)

@@ -33,20 +33,26 @@ class AcceptanceEstimates:
         # Of each bin: nodes accepted and nodes seen, the prior ones left out.
         self._accepted = [0.0] * NUM_BINS
         self._nodes = [0.0] * NUM_BINS
+        # What a probability of each bin is multiplied by, until ``observe`` changes it.
+        self._factors: list[float] = []
 
-    def chances(self, scores: Sequence[float]) -> list[float]:
-        """Return the chance that the text runs through each node.
+    def chances(self, scores: Sequence[float], parents: Sequence[int]) -> list[float]:
+        """Return the chance that the text runs through each node of a tree, as Draft.chances.
 
         The first one is the root, whose chance is 1.
         """
+        # The probability 1 is in the last bin too.
+        factors = self._factors = self._factors or [self._factor(min(n, NUM_BINS - 1)) for n in range(NUM_BINS + 1)]
         out = [1.0]
-        for score in scores[1:]:
-            probability = math.exp(min(score, 0.0))
-            out.append(min(probability * self._factor(_bin(probability)), 1.0))
+        for score, parent in zip(scores[1:], parents[1:], strict=True):
+            probability = math.exp(score) if score < 0.0 else 1.0
+            chance, above = probability * factors[int(probability * NUM_BINS)], out[parent]
+            out.append(chance if chance < above else above)
         return out
 
     def observe(self, scores: Sequence[float], is_accepted: Sequence[bool]) -> None:
         """Learn from a verified tree's nodes, the root left out."""
+        self._factors = []
         self._accepted = [MEMORY * count for count in self._accepted]
         self._nodes = [MEMORY * count for count in self._nodes]
         for score, accepted in zip(scores, is_accepted, strict=True):

@@ -360,7 +360,8 @@ class Attachment:
                 self._reject("a malformed draft tree")
                 return drafts
             sources = [0] + [self._number] * (len(scores) - 1)
-            drafts.append((row, Draft(tree, sources, scores, self._record.estimates.chances(scores))))
+            chances = self._record.estimates.chances(scores, tree.parents.tolist())
+            drafts.append((row, Draft(tree, sources, scores, chances)))
         self._record.source.report_success()
         return drafts
 

@@ -27,7 +27,8 @@ class Draft(NamedTuple):
         tree: the tree to verify.
         sources: the drafter's number (index + 1) for each node; 0 for the root.
         scores: the drafter's score for each node.
-        chances: the estimated chance that the text runs through each node; 1 for the root.
+        chances: the estimated chance that the text runs through each node, so none is above its
+            parent's; 1 for the root.
     """
 
     tree: DraftTree
@@ -70,19 +71,12 @@ class Draft(NamedTuple):
             tuple(tree.tokens.tolist()), tuple(tree.parents.tolist()), tuple(self.sources), tuple(accepted)
         )
 
-    def path_chances(self) -> list[float]:
-        """Return ``chances``, none above its parent's: a path to a node includes its parent."""
-        out = self.chances[:1]
-        for chance, parent in zip(self.chances[1:], self.tree.parents[1:].tolist(), strict=True):
-            out.append(min(chance, out[parent]))
-        return out
-
     def best(self, count: int) -> Draft:
         """Return a draft of the ``count`` most likely nodes, but at least the root."""
         num_nodes = self.tree.num_nodes
         if count >= num_nodes:
             return self
-        chances = self.path_chances()
+        chances = self.chances
         # A parent sorts before its child: its chance is no smaller, and the sort is stable.
         return self._of(sorted(sorted(range(num_nodes), key=lambda node: -chances[node])[:count]))
 
@@ -95,7 +89,7 @@ class Draft(NamedTuple):
 
     def _of(self, kept: list[int]) -> Draft:
         """Return a draft of these nodes, whose parents are among them, in order."""
-        tokens, parents, chances = self.tree.tokens.tolist(), self.tree.parents.tolist(), self.path_chances()
+        tokens, parents = self.tree.tokens.tolist(), self.tree.parents.tolist()
         places = {node: place for place, node in enumerate(kept)}
         tree = DraftTree(
             np.array([tokens[node] for node in kept], np.int32),
@@ -105,7 +99,7 @@ class Draft(NamedTuple):
             tree,
             [self.sources[node] for node in kept],
             [self.scores[node] for node in kept],
-            [chances[node] for node in kept],
+            [self.chances[node] for node in kept],
         )
 
 

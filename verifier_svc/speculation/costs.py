@@ -130,7 +130,7 @@ class DraftCosts:
         """
         plain_s = self._step_s(batch)
         best, expected = 0.0, 0.0
-        for count, chance in enumerate(sorted(draft.path_chances(), reverse=True), start=1):
+        for count, chance in enumerate(sorted(draft.chances, reverse=True), start=1):
             expected += chance
             best = max(best, expected * plain_s / self._step_s(batch * count))
         return best
@@ -154,7 +154,7 @@ class DraftCosts:
         nodes = [
             (chance, row)
             for row, draft in enumerate(drafts)
-            for chance in sorted(draft.path_chances(), reverse=True)[free[row] :]
+            for chance in sorted(draft.chances, reverse=True)[free[row] :]
         ]
         nodes.sort(reverse=True)
         expected = base.tokens

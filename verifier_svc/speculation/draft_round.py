@@ -193,6 +193,10 @@ class LookupRound(DraftRound):
         """Return whether a row has drafters of this round."""
         return any(not drafter.has_model for drafter in self._routing.of(sequence))
 
+    def asks_at_once(self, sequence: Sequence) -> bool:
+        """Return whether a row that has such drafters asks them in earnest from its first token on."""
+        return self.asks(sequence) and (self.bounds(sequence).is_fixed or not self.gate(sequence).is_scouting)
+
     def send(self, plans: list[DraftPlan], prompts: Seq[Sequence], others: Seq[Sequence], *, least: int) -> None:
         """Ask for what was planned and send what is new of sequences.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -10,9 +10,8 @@ from verifier_svc.scheduling.batch_row import BatchRow
 from verifier_svc.scheduling.draft import Draft, merge
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.costs import DraftCosts, StepBase
-from verifier_svc.speculation.draft_round import SEND_BEHIND, LookupRound
-from verifier_svc.speculation.gap_times import StepGaps
-from verifier_svc.speculation.model_yield import ModelYield
+from verifier_svc.speculation.draft_round import SCOUT_EVERY, SCOUT_TOGETHER_FROM, SEND_BEHIND, LookupRound
+from verifier_svc.speculation.lookup_record import LookupRecord
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 from verifier_svc.speculation.plan import DraftPlan
 
@@ -39,10 +38,11 @@ class Lookups:
 
     A look-up needs the tokens of the step before, so the host launches a step with look-ups after
     it has read that one. Only rows whose look-ups were worth it lately make it wait. The others are
-    scouted while a step runs.
+    scouted while a step runs. In a large batch whose look-ups do not pay, all rows are scouted in
+    the same steps, ever more rarely: the host would take longer for that than the step.
 
     Args:
-        model_yield: what the model's trees yield where a look-up finds something.
+        record: what earlier runs have learnt.
         found: trees that were found before the run, by sequence.
         max_depth: most edges from the root of a tree.
         is_on: whether drafts are wanted in this run.
@@ -52,25 +52,29 @@ class Lookups:
         self,
         lookup_round: LookupRound,
         costs: DraftCosts,
-        gaps: StepGaps,
-        model_yield: ModelYield,
+        record: LookupRecord,
         drafting: OverlapDrafting,
         found: Mapping[Sequence, Draft],
         *,
         max_depth: int,
         is_on: bool,
     ) -> None:
-        self._round, self._costs, self._gaps = lookup_round, costs, gaps
+        self._round, self._costs, self._record = lookup_round, costs, record
         self._drafting, self._max_depth, self._is_on = drafting, max_depth, is_on
-        self._model_yield = model_yield
         # Rows that do not verify in the next step what a look-up found.
         self._passed_over: dict[Sequence, PassedOver] = {}
         # Trees for the first step of their sequences.
         self._waiting = dict(found) if is_on else {}
         # What rows ask before the next step.
         self._plans: list[DraftPlan] = []
+        # The tokens that these plans promise beyond the model's.
+        self._promised = 0.0
         self._batch, self._has_prompts = 1, False
         self._num_without, self._try_after = 0, TRY_EVERY
+        # Whether rows are asked in the next step too, and the steps since they were asked.
+        self._asks_again, self._num_unasked = True, 0
+        # Whether a sequence that joins looks up from its first token on.
+        self._has_new = False
 
     @property
     def are_due(self) -> bool:
@@ -105,26 +109,55 @@ class Lookups:
         # read.
         decoding = [*joined, *(s for s in joining if s.is_decoding)]
         asking = [sequence for sequence in decoding if self._round.asks(sequence)]
-        plans = self._round.plan([s for s in asking if not self._round.gate(s).pauses()], self._batch)
-        self._plans = [plan for plan in plans if plan.awaited]
-        if not self._pay(self._plans):
-            self._plans = []
+        prompts = [sequence for sequence in joining if not sequence.is_decoding]
+        self._plans = []
+        plans = self._plan(asking) if self._are_asked(joining) else []
         planned = {plan.sequence for plan in self._plans}
         scouts = [plan._replace(awaited=False) for plan in plans if plan.sequence not in planned]
         known = planned | {plan.sequence for plan in scouts}
-        prompts = [sequence for sequence in joining if not sequence.is_decoding]
         self._round.send(scouts, prompts, [s for s in asking if s not in known], least=SEND_BEHIND)
 
-    def _pay(self, plans: list[DraftPlan]) -> bool:
-        """Return whether look-ups promise more than a late launch costs.
+    def _are_asked(self, joining: Items[Sequence]) -> bool:
+        """Return whether rows are asked in this step what they want to look up."""
+        # One that joins has its first step now and may look up before its second one.
+        had_new, self._has_new = self._has_new, any(map(self._round.asks_at_once, joining))
+        is_asked = (
+            self._asks_again
+            or self._batch < SCOUT_TOGETHER_FROM
+            or self._num_unasked + 1 >= self._try_after // SCOUT_EVERY
+            or had_new
+            or self._has_new
+        )
+        if not is_asked:
+            self._num_unasked += 1
+        return is_asked
 
-        The cost is the time by which it is later than a model's drafts.
+    def _plan(self, asking: Items[Sequence]) -> list[DraftPlan]:
+        """Return what rows ask; keep those plans for which the next step waits."""
+        num_steps, self._num_unasked = self._num_unasked + 1, 0
+        for sequence in asking:
+            self._round.gate(sequence).pass_steps(num_steps - 1)
+        plans = self._round.plan([s for s in asking if not self._round.gate(s).pauses()], self._batch)
+        self._plans = [plan for plan in plans if plan.awaited]
+        self._asks_again = any(self._round.bounds(sequence).is_fixed for sequence in asking)
+        if not self._pay(self._plans, num_steps):
+            self._plans = []
+        return plans
+
+    def _pay(self, plans: list[DraftPlan], num_steps: int) -> bool:
+        """Return whether look-ups promise more than a late launch costs, or are tried.
+
+        The cost is the time by which it is later than a model's drafts, and that of the rows.
+
+        ``num_steps``: since the last call, with this one.
         """
         if not plans:
             return False
-        self._num_without += 1
+        self._num_without += num_steps
+        self._promised = sum(max(self._tokens(p) - self._model_tokens(p.sequence), 0.0) for p in plans)
         late_s = self._gap_s(self._batch) - self._drafting.draft_s(self._batch)
-        pays = any(plan.bounds.is_fixed for plan in plans) or self._gain_s(plans) >= late_s
+        pays = any(plan.bounds.is_fixed for plan in plans) or self._gain_s() >= late_s
+        self._asks_again |= pays
         if not pays and self._num_without < self._try_after:
             return False
         self._num_without = 0
@@ -132,23 +165,28 @@ class Lookups:
         return True
 
     def _gap_s(self, batch: int) -> float:
-        return self._gaps.seconds(batch, has_prompts=self._has_prompts)
+        return self._record.gaps.seconds(batch, has_prompts=self._has_prompts)
 
-    def _gain_s(self, plans: list[DraftPlan]) -> float:
+    def _gain_s(self) -> float:
         """Return the seconds in which the batch would make the look-ups' extra tokens.
 
-        These are what look-ups promise beyond the model's tokens.
+        These are what look-ups promise beyond the model's tokens, as far as they find it. What
+        their rows take is subtracted.
         """
         drafting, batch = self._drafting, self._batch
-        extra = sum(max(self._tokens(plan) - self._model_tokens(plan.sequence), 0.0) for plan in plans)
+        extra = self._record.lookup_yield.tokens(self._promised)
         controller = drafting.controller
         tokens = 1.0 if controller is None else controller.controller.expected_tokens(drafting.shape)
-        return extra / (batch * tokens) * drafting.step_s(drafting.shape, batch, self._costs)
+        num_rows = batch * drafting.shape.rows
+        rows_s = self._costs.plain_step_s(num_rows + self._record.lookup_yield.num_rows(self._promised))
+        rows_s -= self._costs.plain_step_s(num_rows)
+        return extra / (batch * tokens) * drafting.step_s(drafting.shape, batch, self._costs) - rows_s
 
     def _tokens(self, plan: DraftPlan) -> float:
         """Return how many tokens a step should yield for a row by what was planned."""
         chance = self._round.gate(plan.sequence).acceptance
-        return sum(chance**level for level in range(plan.reach + 1))
+        # 1 + chance + ... + chance^reach.
+        return (1 - chance ** (plan.reach + 1)) / (1 - chance) if chance < 1 else 1.0 + plan.reach
 
     def _model_tokens(self, sequence: Sequence) -> float:
         """Return the tokens that a step with the model's tree should yield.
@@ -156,7 +194,7 @@ class Lookups:
         The step is one in which a look-up finds something.
         """
         expected = self._drafting.expected_tokens(sequence)
-        return self._model_yield.tokens(expected, 1 + self._drafting.shape_of(sequence).depth)
+        return self._record.model_yield.tokens(expected, 1 + self._drafting.shape_of(sequence).depth)
 
     def find(self, batch_rows: Items[BatchRow | None], *, is_drafted: bool) -> dict[int, Draft]:
         """Look up what was planned, once all steps are read.
@@ -168,7 +206,7 @@ class Lookups:
         if not self._plans and not self._waiting:
             return {}
         self._round.read_scouts()
-        plans = [plan for plan in map(_up_to_date, self._plans) if plan is not None]
+        were_planned, plans = bool(self._plans), [plan for plan in map(_up_to_date, self._plans) if plan is not None]
         self._plans = []
         found = self._round.run(plans, max_depth=self._max_depth)
         trees = {plan.sequence: merge(found[plan.key]).best(1 + plan.most) for plan in plans if plan.key in found}
@@ -181,11 +219,27 @@ class Lookups:
                 draft = draft.to_depth(self._max_depth).best(batch_row.sequence.max_new_tokens)
                 if draft.tree.num_nodes > 1:
                     drafts[index] = draft
-        return self._chosen(drafts, batch_rows, is_drafted=is_drafted) if drafts else {}
+        chosen = self._chosen(drafts, batch_rows, is_drafted=is_drafted) if drafts else {}
+        if were_planned:
+            self._observe_yield([(batch_rows[index], draft) for index, draft in chosen.items()], trees)
+        return chosen
+
+    def _observe_yield(self, chosen: Items[tuple[BatchRow | None, Draft]], trees: Container[Sequence]) -> None:
+        """Learn what the look-ups that the step has waited for add to it.
+
+        ``chosen``: the step's trees; ``trees``: the sequences for which these look-ups found one.
+        """
+        found, num_rows = 0.0, 0
+        for batch_row, draft in chosen:
+            assert batch_row is not None
+            if batch_row.sequence in trees:
+                found += max(sum(draft.chances) - self._model_tokens(batch_row.sequence), 0.0)
+                num_rows += max(draft.tree.num_nodes - batch_row.width, 0)
+        self._record.lookup_yield.observe(self._promised, found, num_rows)
 
     def observe_gap(self, seconds: float) -> None:
         """Learn how long after the end of the last step the next one was launched."""
-        self._gaps.observe(self._batch, seconds, has_prompts=self._has_prompts)
+        self._record.gaps.observe(self._batch, seconds, has_prompts=self._has_prompts)
 
     def end(self, num_steps: int, decoding: Items[Sequence]) -> None:
         """End the run after ``num_steps`` steps, after which ``decoding`` still run."""
@@ -217,7 +271,7 @@ class Lookups:
             is_fixed = self._round.bounds(batch_row.sequence).is_fixed
             free.append(max(batch_row.width, draft.tree.num_nodes) if is_fixed else batch_row.width)
             num_rows += free[-1] - batch_row.width
-            tokens[index] = sum(sorted(draft.path_chances(), reverse=True)[: free[-1]])
+            tokens[index] = sum(sorted(draft.chances, reverse=True)[: free[-1]])
         if not drafts or all(count >= draft.tree.num_nodes for count, draft in zip(free, drafts.values(), strict=True)):
             return drafts
         base = StepBase(num_rows, sum(tokens.values()), drafting.draft_s(len(taken)) or self._gap_s(len(taken)))
@@ -241,7 +295,7 @@ class Lookups:
         """
         assert batch_row is not None
         sequence, expected = batch_row.sequence, self._drafting.expected_tokens(batch_row.sequence)
-        promised = sum(draft.path_chances())
+        promised = sum(draft.chances)
         # There is no other tree in the first step, and the model yields
         # no more than its deepest path.
         if not batch_row.has_stepped or promised > 1 + self._drafting.shape_of(sequence).depth:
@@ -250,7 +304,7 @@ class Lookups:
         # A fixed shape leaves no choice.
         if promises_more and (expected <= 1.0 or self._round.bounds(sequence).is_fixed):
             return False
-        if promises_more and not self._model_yield.is_compared() and promised > self._model_tokens(sequence):
+        if promises_more and not self._record.model_yield.is_compared() and promised > self._model_tokens(sequence):
             return False
         self._passed_over[sequence] = PassedOver(draft, expected if promises_more else None)
         return True
@@ -263,7 +317,7 @@ class Lookups:
     def observe_model(self, num_tokens: int, passed_over: PassedOver) -> None:
         """Learn what the model's tree has yielded for a row of ``take_passed_over``."""
         if passed_over.expected is not None:
-            self._model_yield.observe(num_tokens, passed_over.expected)
+            self._record.model_yield.observe(num_tokens, passed_over.expected)
 
 
 def _up_to_date(plan: DraftPlan) -> DraftPlan | None:

@@ -79,7 +79,7 @@ class NextTrees:
         for key, draft in drafts.items():
             free.append(draft.tree.num_nodes if key in fixed else 1)
             if key in fixed:
-                more = sum(draft.path_chances()) - 1
+                more = sum(draft.chances) - 1
                 base = base._replace(rows=base.rows + draft.tree.num_nodes - 1, tokens=base.tokens + more)
         counts = self._costs.best_counts(list(drafts.values()), base, free)
         return {key: draft.best(count) for (key, draft), count in zip(drafts.items(), counts, strict=True)}

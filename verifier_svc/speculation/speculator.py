@@ -27,9 +27,8 @@ from verifier_svc.speculation.controllers import DrafterControllers
 from verifier_svc.speculation.costs import DraftCosts, StepCosts
 from verifier_svc.speculation.draft_round import Found, LookupRound, ModelRound
 from verifier_svc.speculation.fallbacks import Fallbacks
-from verifier_svc.speculation.gap_times import StepGaps
+from verifier_svc.speculation.lookup_record import LookupRecord
 from verifier_svc.speculation.lookups import Lookups
-from verifier_svc.speculation.model_yield import ModelYield
 from verifier_svc.speculation.next_trees import NextTrees
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 from verifier_svc.speculation.overlap_policy import OverlapPolicy
@@ -78,7 +77,7 @@ class Speculator:
         self.lookup_round, self.model_round = LookupRound(*shared), ModelRound(*shared)
         self.outcomes = TreeOutcomes(self._routing, self.lookup_round, self.model_round)
         self.bounds = bounds
-        self._gaps, self._model_yield = StepGaps(), ModelYield()
+        self._lookup_record = LookupRecord()
         # What look-up drafters have for the next step.
         self._found: Found = {}
         # Rows that the next steps will have.
@@ -224,8 +223,7 @@ class Speculator:
         return Lookups(
             self.lookup_round,
             self.costs,
-            self._gaps,
-            self._model_yield,
+            self._lookup_record,
             drafting,
             found,
             max_depth=max_depth,

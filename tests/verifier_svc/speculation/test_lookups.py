@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
-from foretoken.sampling import SamplingParams, SpeculationOptions
+from foretoken.sampling import DraftShape, SamplingParams, SpeculationOptions
 from tests.support.engine_harness import Request, Result, TestSource
 from tests.support.runs import (
     BLOCK,
@@ -33,8 +33,10 @@ from verifier_svc.drafters.acceptance_estimates import PRIOR_ACCEPTANCE
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.overlap import blocks as overlap_blocks
 from verifier_svc.speculation.costs import DraftCosts
+from verifier_svc.speculation.draft_round import SEND_BEHIND
 from verifier_svc.speculation.gap_times import FIRST_GAP_S, GapTimes, StepGaps
 from verifier_svc.speculation.gate import LONGEST_PAUSE
+from verifier_svc.speculation.lookup_yield import PRIOR_TOKENS, LookupYield
 from verifier_svc.speculation.lookups import RAREST_TRY, TRY_EVERY
 from verifier_svc.speculation.model_yield import FIRST_EVERY, FIRST_ROWS, LATER_EVERY, ModelYield
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
@@ -251,6 +253,75 @@ def test_useless_lookups_are_tried_now_and_then_only(monkeypatch: pytest.MonkeyP
     assert play.runs.num_ordinary == 0
     late = sum(count > 0 for count in step.num_found)
     assert 0 < late <= play.runs.num_ahead / TRY_EVERY + 1
+
+
+def test_a_large_batch_asks_rarely_while_look_ups_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host would take longer for its rows than the step takes. Texts are learnt all the same."""
+    monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 1e9)
+    requests = [greedy(seed, 6, 150) for seed in range(1, 9)]
+    play = Play(requests, range(NUM_TOKENS), with_model=False, num_steps=0)
+    play.run()
+    assert play.runs.num_ordinary == 0
+    # Tries grow rare, and rows are asked four times as often.
+    assert len(play.lookup.asked) < 8 * play.runs.num_ahead / 6
+    # Without what may be sent later, in one piece.
+    least = [[*r.prompt, *e.token_ids[: -SEND_BEHIND - NODES]] for r, e in zip(requests, play.expected, strict=True)]
+    assert all(any(text[: len(known)] == known for text in play.lookup.learnt) for known in least)
+
+
+@pytest.mark.parametrize("case", ["prediction", "fixed shape"])
+def test_one_that_asks_at_once_does_so_in_a_batch_that_asks_rarely(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Its first look-up comes with its second token, although others have asked just before."""
+    requests = [greedy(seed, 6, 120) for seed in range(1, 8)]
+    late = greedy(9, 7, 60)
+    if case == "prediction":
+        late = replace(late, prediction=(1,))
+    else:
+        late = replace(late, speculation=SpeculationOptions(drafter="quick", shape=DraftShape(3, 1, 4)))
+    play = Play([*requests, late], range(NUM_TOKENS), with_model=False, num_steps=0)
+    firsts: list[int] = []
+    found_tree = play.lookup._tree
+
+    def tree(asked: DraftRequest, row: int, known: list[int]) -> Nodes:
+        if int(asked.prompt_lengths[row]) == 7 and asked.max_nodes[row] > 1:
+            firsts.append(len(known) - 7)
+        # Of the others' texts nothing is found.
+        return found_tree(asked, row, known)[: None if int(asked.prompt_lengths[row]) == 7 else 1]
+
+    monkeypatch.setattr(play.lookup, "_tree", tree)
+    harness = play.runs.harness
+    keys = [harness.submit(each) for each in requests]
+
+    def on_launch(number: int) -> None:
+        if number >= 30 and len(keys) == 7:
+            keys.append(harness.submit(late))
+
+    play.runs.on_launch = on_launch
+    harness.drain()
+    assert [harness.results[key].token_ids for key in keys] == [result.token_ids for result in play.expected]
+    assert play.runs.num_ordinary == 0 and firsts[0] <= 2
+
+
+def test_look_ups_that_find_little_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found is right. But often nothing is, which rows' promises leave out."""
+    # One of the harness's plain steps: less than the promises of few rows are worth.
+    monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 1.0)
+
+    def num_late() -> int:
+        play = Play([greedy(seed, 6, 150) for seed in range(1, 9)], range(NUM_TOKENS), with_model=False, num_steps=0)
+        found_tree, chance = play.lookup._tree, random.Random(1)
+
+        def tree(asked: DraftRequest, row: int, known: list[int]) -> Nodes:
+            return found_tree(asked, row, known)[: None if chance.random() < 0.5 else 1]
+
+        monkeypatch.setattr(play.lookup, "_tree", tree)
+        play.run()
+        assert play.runs.num_ordinary == 0
+        return sum(count > 0 for step in play.runs.steps for count in step.num_found)
+
+    late = num_late()
+    monkeypatch.setattr(LookupYield, "observe", lambda self, promised, found, num_rows: None)
+    assert late < 0.75 * num_late()
 
 
 @pytest.mark.parametrize("gap_s", [0.0, 1e9])
@@ -535,3 +606,23 @@ def test_prompts_that_wait_for_a_step_outlive_the_model(what: str, at: int) -> N
     play = Play(requests, range(NUM_TOKENS), is_stuck=is_stuck, **options)
     play.run_late(at)
     assert lost_at
+
+
+def test_a_yield_follows_what_was_found() -> None:
+    found = LookupYield()
+    assert (found.tokens(3.0), found.num_rows(3.0)) == (3.0, 3)
+    for _ in range(100):
+        found.observe(8.0, 2.0, 4)
+    assert found.tokens(8.0) == pytest.approx(2.0, abs=0.01) and found.num_rows(8.0) == 4
+    # One step hardly changes it, and some do.
+    found.observe(8.0, 8.0, 16)
+    assert 2.0 < found.tokens(8.0) < 3.0
+    for _ in range(50):
+        found.observe(8.0, 8.0, 16)
+    assert found.tokens(8.0) == pytest.approx(8.0, abs=0.1)
+
+
+def test_a_step_that_finds_nothing_lowers_the_yield() -> None:
+    found = LookupYield()
+    found.observe(PRIOR_TOKENS, 0.0, 0)
+    assert 0 < found.tokens(1.0) < 0.5

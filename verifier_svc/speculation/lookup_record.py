@@ -1,0 +1,24 @@
+"""What one run of overlapped steps learns of look-ups, and the next one knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from verifier_svc.speculation.gap_times import StepGaps
+from verifier_svc.speculation.lookup_yield import LookupYield
+from verifier_svc.speculation.model_yield import ModelYield
+
+
+@dataclass(frozen=True, slots=True)
+class LookupRecord:
+    """Used by the engine thread alone.
+
+    Attributes:
+        gaps: how late a step is launched that waits for look-ups.
+        lookup_yield: what look-ups find of what rows promise.
+        model_yield: what the model's trees yield where a look-up finds something.
+    """
+
+    gaps: StepGaps = field(default_factory=StepGaps)
+    lookup_yield: LookupYield = field(default_factory=LookupYield)
+    model_yield: ModelYield = field(default_factory=ModelYield)

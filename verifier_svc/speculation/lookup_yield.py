@@ -1,0 +1,40 @@
+"""What look-ups find of what rows promise, and in how many rows of a step.
+
+A row promises by how many of its drafted tokens were accepted where something was found. It says
+nothing of the times when nothing is, nor of nodes that are not worth their rows in a large batch.
+"""
+
+from __future__ import annotations
+
+# Before anything was looked up promises are taken to be kept, with this many tokens' worth of
+# trust.
+PRIOR_TOKENS = 4.0
+# What a step's look-ups still weigh after one more step with look-ups.
+MEMORY = 0.9
+
+
+class LookupYield:
+    """Used by the engine thread alone. All figures are of a step's whole batch."""
+
+    def __init__(self) -> None:
+        # Sums over steps with look-ups: tokens beyond those of a step without, and rows.
+        self._promised = self._found = PRIOR_TOKENS
+        self._rows = PRIOR_TOKENS
+
+    def observe(self, promised: float, found: float, num_rows: int) -> None:
+        """Learn from a step with look-ups.
+
+        ``promised`` and ``found``: tokens by which the step was to exceed one without look-ups,
+        before and after the look-ups. ``num_rows``: rows of the nodes that were found.
+        """
+        self._promised = self._promised * MEMORY + promised
+        self._found = self._found * MEMORY + found
+        self._rows = self._rows * MEMORY + num_rows
+
+    def tokens(self, promised: float) -> float:
+        """Return the tokens that look-ups should find where so many are promised."""
+        return promised * self._found / self._promised
+
+    def num_rows(self, promised: float) -> int:
+        """Return the rows of a step that these tokens should take."""
+        return round(promised * self._rows / self._promised)
