@@ -65,3 +65,15 @@ def test_nobody_goes_on_from_entries_that_were_revoked() -> None:
     assert rows.find(0, 1, 0) is None
     assert send(Row(tokens, len(tokens), [5, 6, 8], batch_slot=1)) == 0
     assert send(Row(tokens, len(tokens), [5, 6, 9], batch_slot=2)) == 2 * BLOCK
+
+
+def test_a_text_of_one_block_is_drafted_for_again_where_a_head_can_write_its_entries() -> None:
+    """A block that is given out twice holds them already. But the root needs an output."""
+    rows = DraftRows(target_info(), first_position=1, needs_hidden=True)
+    tokens = some_tokens(BLOCK, 3)
+    for generation in (1, 2):
+        (sent,) = sent_rows(request_of([Row(tokens, BLOCK, [5], generation=generation)], with_hidden=True))
+        sequence = rows.learn(sent)
+        assert sequence is not None
+        extension = rows.extend(sent, sequence, BLOCK)
+        assert extension is not None and extension.start == 1
