@@ -13,11 +13,11 @@ from functools import reduce
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin
 
-import click
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from foretoken.errors import ConfigError
+from foretoken.spelling import did_you_mean
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
@@ -210,7 +210,8 @@ def _describe(item: Any, kind: type[BaseModel], flag: str) -> str:
         return f"{flag} {message}" if flag else message
     if item["type"] == "extra_forbidden":
         # Without one flag at fault, the key may belong to another class, so keys are not listed.
-        message += f"; known keys: {_known_keys(kind, path[0])}" if flag else ""
+        known = kind.model_fields
+        message += f"; known keys: {', '.join(known)}{did_you_mean(path[0], known)}" if flag else ""
     elif isinstance(item["input"], (str, int, float)) and not _is_secret(kind, path):
         message += f", got {item['input']!r}"
     if flag:
@@ -218,13 +219,6 @@ def _describe(item: Any, kind: type[BaseModel], flag: str) -> str:
     # A repeated flag's path also holds its number and the pair's key.
     is_pair = len(path) > 2
     return f"{flag_of(kind, *path[: 1 if is_pair else None])}{f' {path[2]}' if is_pair else ''}: {message}"
-
-
-def _known_keys(kind: type[BaseModel], mistyped: str) -> str:
-    """Return the keys of ``kind``, and click's hint at those that ``mistyped`` resembles."""
-    keys = ", ".join(kind.model_fields)
-    error = click.NoSuchOption(mistyped, f"{keys}.", kind.model_fields)
-    return error.format_message() if error.possibilities else keys
 
 
 def _is_secret(kind: type[BaseModel], path: list[str]) -> bool:

@@ -98,12 +98,13 @@ class SettingsCommand(click.Command):
             return
         from foretoken.commands.config_file import read_config
         from foretoken.errors import ConfigError
+        from foretoken.spelling import did_you_mean
 
         names = {setting.key: name for name, setting in self.settings.items()}
         ctx.default_map = dict(ctx.default_map or {})
         for key, value in read_config(Path(file)).items():
             if key not in names:
-                raise ConfigError(f"--config: {file}: there is no setting {key!r}")
+                raise ConfigError(f"--config: {file}: there is no setting {key!r}{did_you_mean(key, names)}")
             is_repeated = self.settings[names[key]].is_repeated
             if isinstance(value, str) and self.settings[names[key]].shown.one_or_many:
                 value = [value]

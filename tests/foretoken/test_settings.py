@@ -159,6 +159,7 @@ def test_the_variables_are_these(monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "message"),
     [
         ("color: 1", "--config: {file}: there is no setting 'color'"),
+        ("prot: 1", "--config: {file}: there is no setting 'prot'. Did you mean 'port'?"),
         ("drafter: name=a,algorithm=NGRAM", "--config: {file}: drafter: expected a list"),
         ("port: [1]", "--config: {file}: port: expected one value"),
         ("port: {a: 1}", "--config: {file}: port: expected one value"),
