@@ -186,7 +186,7 @@ def parse_pairs(text: str, flag: str) -> dict[str, str]:
     """Parse ``key=value,key=value``. Raises ConfigError that names ``flag``."""
     pairs: dict[str, str] = {}
     for part in text.split(","):
-        key, equals, value = part.partition("=")
+        key, equals, value = part.strip().partition("=")
         if not equals or not key or key in pairs:
             raise ConfigError(f"{flag}: expected key=value,key=value with each key once, got {text!r}")
         pairs[key] = value

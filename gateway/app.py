@@ -197,8 +197,9 @@ def _add_documents(app: FastAPI) -> None:
         return complete(generate())
 
     @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
+    async def docs(request: Request) -> Response:
         """Return the OpenAPI document as a page."""
-        return HTMLResponse(page(openapi()), headers={"content-security-policy": SECURITY_POLICY})
+        address = str(request.base_url).rstrip("/")
+        return HTMLResponse(page(openapi(), address), headers={"content-security-policy": SECURITY_POLICY})
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -23,6 +23,8 @@ from mkdocs.structure.pages import Page
 from site_links import IMAGES, PAGES, ROOT, linked, repository_path, search_options, site_uri, suited
 
 REST = "rest-api.md"
+# Where ``make serve`` answers.
+USUAL_ADDRESS = "http://127.0.0.1:8000"
 HIGHLIGHTED = {".json": "json", ".proto": "protobuf", ".py": "python", ".toml": "toml", ".yaml": "yaml"}
 
 
@@ -133,7 +135,7 @@ def _rest(config: MkDocsConfig) -> dict[str, str]:
     return {
         REST: "\n".join(lines) + "\n",
         "openapi.json": json.dumps(document, indent=1),
-        "openapi.html": page(document),
+        "openapi.html": page(document, USUAL_ADDRESS),
     }
 
 

@@ -38,13 +38,13 @@ td, th { text-align: left; vertical-align: top; padding: .25rem .6rem .25rem 0; 
 """
 
 
-def page(document: Schema) -> str:
-    """Return the page."""
+def page(document: Schema, address: str) -> str:
+    """Return the page. ``address``: where the server answers, as examples name it."""
     info = document["info"]
     title = f"{info['title']} {info['version']}"
     parts = [f"<h1>{escape(title)}</h1>", '<p>This page shows <a href="openapi.json">openapi.json</a>.</p>']
     for tag in document.get("tags", ()):
-        operations = list(_operations(document, tag["name"]))
+        operations = list(_operations(document, tag["name"], address))
         if operations:
             parts += [f"<h2>{escape(tag['name'])}</h2>", f"<p>{escape(tag['description'])}</p>", *operations]
     return (
@@ -54,15 +54,15 @@ def page(document: Schema) -> str:
     )
 
 
-def _operations(document: Schema, tag: str) -> Iterator[str]:
+def _operations(document: Schema, tag: str, address: str) -> Iterator[str]:
     """Yield the operations with a tag."""
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             if tag in operation.get("tags", ()):
-                yield _operation(document, path, method.upper(), operation)
+                yield _operation(document, path, method.upper(), operation, address)
 
 
-def _operation(document: Schema, path: str, method: str, operation: Schema) -> str:
+def _operation(document: Schema, path: str, method: str, operation: Schema, address: str) -> str:
     about = operation.get("description", "").strip()
     first, _, rest = about.partition("\n\n")
     parts = [f"<p>{escape(paragraph)}</p>" for paragraph in rest.split("\n\n") if paragraph]
@@ -73,7 +73,7 @@ def _operation(document: Schema, path: str, method: str, operation: Schema) -> s
     if body is not None:
         parts += ["<h4>Body</h4>", *_schema(document, body["schema"])]
         if "example" in body:
-            parts += [_example(path, method, body["example"])]
+            parts += [_example(address + path, method, body["example"])]
     parts.append("<h4>Answers</h4>")
     parts += [_answer(document, status, answer) for status, answer in operation["responses"].items()]
     head = f"<b>{method}</b><code>{escape(path)}</code> <span class=soft>{escape(first)}</span>"
@@ -90,9 +90,9 @@ def _answer(document: Schema, status: str, answer: Schema) -> str:
     return f"<div>{head}</div>{''.join(schemas)}"
 
 
-def _example(path: str, method: str, body: Schema) -> str:
+def _example(url: str, method: str, body: Schema) -> str:
     lines = [
-        f"curl -X {method} http://127.0.0.1:8000{path}",
+        f"curl -X {method} {url}",
         " -H 'content-type: application/json'",
         f" -d '{json.dumps(body)}'",
     ]

@@ -112,6 +112,7 @@ def test_a_verifier_given_twice_is_refused() -> None:
 
 def test_pairs() -> None:
     assert parse_pairs("name=a,address=unix:/x=y", "--drafter") == {"name": "a", "address": "unix:/x=y"}
+    assert parse_pairs("name=a, algorithm=NGRAM", "--drafter") == {"name": "a", "algorithm": "NGRAM"}
 
 
 @pytest.mark.parametrize("text", ["", "name", "=a", "name=a,name=b", "name=a,"])

@@ -149,3 +149,4 @@ async def test_the_page_shows_all_operations_and_loads_nothing(stack: Stack, doc
     assert "integer (≥ 1, ≤ 1000000)" in text
     example = re.search(r"-d &#x27;(.*?)&#x27;</pre>", text)
     assert example is not None and json.loads(example[1].replace("&quot;", '"')) in EXAMPLES.values()
+    assert f"curl -X POST {str(stack.http.base_url).rstrip('/')}/v1/completions" in text
