@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
-from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
-from foretoken.sampling import DraftShape, SamplingParams, SpeculationOptions
-from tests.support.engine_harness import Request, Result, TestSource
+from foretoken.drafting import DraftRequest
+from foretoken.sampling import SpeculationOptions
+from tests.support.engine_harness import TestSource
+from tests.support.lookup_play import INFO, MODEL, NUM_TOKENS, QUICK, Knowing, Play, request
 from tests.support.runs import (
     BLOCK,
     NODES,
@@ -22,123 +21,20 @@ from tests.support.runs import (
     choose,
     greedy,
     keep_masked_steps_ordinary,
-    oracle_of,
     plain,
     prompt,
     with_grammar,
 )
-from tests.support.scripted_drafter import Nodes, ScriptedDrafter
+from tests.support.scripted_drafter import Nodes
 from verifier_svc.drafters import sent_tokens
 from verifier_svc.drafters.acceptance_estimates import PRIOR_ACCEPTANCE
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.overlap import blocks as overlap_blocks
 from verifier_svc.speculation.costs import DraftCosts
-from verifier_svc.speculation.draft_round import SEND_BEHIND
-from verifier_svc.speculation.gap_times import FIRST_GAP_S, GapTimes, StepGaps
+from verifier_svc.speculation.gap_times import GapTimes
 from verifier_svc.speculation.gate import LONGEST_PAUSE
-from verifier_svc.speculation.lookup_yield import PRIOR_TOKENS, LookupYield
-from verifier_svc.speculation.lookups import RAREST_TRY, TRY_EVERY
 from verifier_svc.speculation.model_yield import FIRST_EVERY, FIRST_ROWS, LATER_EVERY, ModelYield
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
-
-NUM_TOKENS = 300
-MODEL, QUICK = 1, 2
-INFO = TargetInfo("hash", VOCAB, 400, 8, NODES, 8, 2, BLOCK, 400, "")
-
-
-class Knowing(ScriptedDrafter):
-    """A drafter that knows outputs from some places on.
-
-    Attributes:
-        asked: the places of the output that it was asked for.
-        learnt: the texts that it was sent, by batch slot and generation.
-        num_new: the new tokens of each request.
-    """
-
-    def __init__(self, known: Container[int], texts: Sequence[tuple[list[int], list[int]]]) -> None:
-        super().__init__({})
-        self._known, self._texts = known, texts
-        self.asked: list[int] = []
-        self.num_new: list[int] = []
-
-    def draft(self, request: DraftRequest) -> DraftBatch:
-        self.num_new.append(len(request.new_tokens))
-        return super().draft(request)
-
-    @property
-    def learnt(self) -> list[list[int]]:
-        return list(self._tokens.values())
-
-    def release(self, batch_slots: Sequence[int]) -> None:
-        """Remember everything: the test looks at it."""
-
-    def _tree(self, request: DraftRequest, row: int, known: list[int]) -> Nodes:
-        following: list[int] = []
-        if request.max_nodes[row] > 1:
-            length = int(request.prompt_lengths[row])
-            place = len(known) - length
-            (output,) = (output for prompt, output in self._texts if prompt == known[:length])
-            assert known[length:] == output[:place]
-            self.asked.append(place)
-            if place in self._known:
-                following = output[place : place + int(request.max_nodes[row]) - 1]
-        following = following[: int(request.max_depths[row])]
-        return [(known[-1], -1), *((token, index) for index, token in enumerate(following))]
-
-
-class Play:
-    """Requests that run with a look-up drafter that knows some places, beside a model or alone."""
-
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        known: Container[int],
-        *,
-        with_model: bool = True,
-        num_steps: int = 3,
-        **options: Any,
-    ) -> None:
-        self.expected = plain(requests)
-        texts = [(list(r.prompt), e.token_ids) for r, e in zip(requests, self.expected, strict=True)]
-        self.lookup = Knowing(known, texts)
-        self.source = TestSource("quick", self.lookup, INFO)
-        oracles = [oracle_of(requests, self.expected)] if with_model else []
-        self.oracle = oracles[0] if oracles else None
-        self.runs = Runs([*oracles, self.source], num_steps=num_steps, **options)  # type: ignore[list-item]
-        self._requests = requests
-
-    def run(self) -> list[Result]:
-        results = self.runs.harness.run(self._requests)
-        assert [result.token_ids for result in results] == [result.token_ids for result in self.expected]
-        self.runs.harness.drain()
-        return results
-
-    def run_late(self, at: int, look: Callable[[int], None] = lambda number: None) -> None:
-        """Run two requests; the second comes at step ``at``.
-
-        ``look`` is called at the launch of each step.
-        """
-        harness = self.runs.harness
-        keys = [harness.submit(self._requests[0])]
-
-        def on_launch(number: int) -> None:
-            look(number)
-            if number >= at and len(keys) == 1:
-                keys.append(harness.submit(self._requests[1]))
-
-        self.runs.on_launch = on_launch
-        harness.drain()
-        assert [harness.results[key].token_ids for key in keys] == [result.token_ids for result in self.expected]
-
-    @property
-    def step_trees(self) -> int:
-        """Return how many trees of overlapped steps came from the host."""
-        return sum(sum(step.num_found) for step in self.runs.steps)
-
-
-def request(drafter: str = "auto", prediction: tuple[int, ...] = (), seed: int = 1) -> Request:
-    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-    return Request(prompt(seed, 6), sampling, speculation=SpeculationOptions(drafter=drafter), prediction=prediction)
 
 
 @pytest.mark.parametrize("num_steps", [0, 3])
@@ -233,110 +129,6 @@ def test_one_with_lookups_costs_the_others_no_draft() -> None:
         assert result.finished is not None
         stats = result.finished.speculation
         assert stats.fallback_steps <= 4 and stats.num_accepted_tokens > 40
-
-
-def test_useless_lookups_are_tried_now_and_then_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no model drafts, a late launch must be worth its gap for the whole batch."""
-    # A gap of some of the harness's plain steps.
-    monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 3.0)
-    requests = [greedy(seed, 6, 150) for seed in range(1, 9)]
-    play = Play(requests, range(NUM_TOKENS), with_model=False, num_steps=0)
-    wrong = play.lookup
-
-    def tree(asked: DraftRequest, row: int, known: list[int]) -> Nodes:
-        nodes = Knowing._tree(wrong, asked, row, known)
-        return [nodes[0], *(((token + 1) % VOCAB, parent) for token, parent in nodes[1:])]
-
-    wrong._tree = tree  # type: ignore[method-assign]
-    play.run()
-    (step,) = play.runs.steps
-    assert play.runs.num_ordinary == 0
-    late = sum(count > 0 for count in step.num_found)
-    assert 0 < late <= play.runs.num_ahead / TRY_EVERY + 1
-
-
-def test_a_large_batch_asks_rarely_while_look_ups_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host would take longer for its rows than the step takes. Texts are learnt all the same."""
-    monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 1e9)
-    requests = [greedy(seed, 6, 150) for seed in range(1, 9)]
-    play = Play(requests, range(NUM_TOKENS), with_model=False, num_steps=0)
-    play.run()
-    assert play.runs.num_ordinary == 0
-    # Tries grow rare, and rows are asked four times as often.
-    assert len(play.lookup.asked) < 8 * play.runs.num_ahead / 6
-    # Without what may be sent later, in one piece.
-    least = [[*r.prompt, *e.token_ids[: -SEND_BEHIND - NODES]] for r, e in zip(requests, play.expected, strict=True)]
-    assert all(any(text[: len(known)] == known for text in play.lookup.learnt) for known in least)
-
-
-@pytest.mark.parametrize("case", ["prediction", "fixed shape"])
-def test_one_that_asks_at_once_does_so_in_a_batch_that_asks_rarely(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """Its first look-up comes with its second token, although others have asked just before."""
-    requests = [greedy(seed, 6, 120) for seed in range(1, 8)]
-    late = greedy(9, 7, 60)
-    if case == "prediction":
-        late = replace(late, prediction=(1,))
-    else:
-        late = replace(late, speculation=SpeculationOptions(drafter="quick", shape=DraftShape(3, 1, 4)))
-    play = Play([*requests, late], range(NUM_TOKENS), with_model=False, num_steps=0)
-    firsts: list[int] = []
-    found_tree = play.lookup._tree
-
-    def tree(asked: DraftRequest, row: int, known: list[int]) -> Nodes:
-        if int(asked.prompt_lengths[row]) == 7 and asked.max_nodes[row] > 1:
-            firsts.append(len(known) - 7)
-        # Of the others' texts nothing is found.
-        return found_tree(asked, row, known)[: None if int(asked.prompt_lengths[row]) == 7 else 1]
-
-    monkeypatch.setattr(play.lookup, "_tree", tree)
-    harness = play.runs.harness
-    keys = [harness.submit(each) for each in requests]
-
-    def on_launch(number: int) -> None:
-        if number >= 30 and len(keys) == 7:
-            keys.append(harness.submit(late))
-
-    play.runs.on_launch = on_launch
-    harness.drain()
-    assert [harness.results[key].token_ids for key in keys] == [result.token_ids for result in play.expected]
-    assert play.runs.num_ordinary == 0 and firsts[0] <= 2
-
-
-def test_look_ups_that_find_little_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is found is right. But often nothing is, which rows' promises leave out."""
-    # One of the harness's plain steps: less than the promises of few rows are worth.
-    monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 1.0)
-
-    def num_late() -> int:
-        play = Play([greedy(seed, 6, 150) for seed in range(1, 9)], range(NUM_TOKENS), with_model=False, num_steps=0)
-        found_tree, chance = play.lookup._tree, random.Random(1)
-
-        def tree(asked: DraftRequest, row: int, known: list[int]) -> Nodes:
-            return found_tree(asked, row, known)[: None if chance.random() < 0.5 else 1]
-
-        monkeypatch.setattr(play.lookup, "_tree", tree)
-        play.run()
-        assert play.runs.num_ordinary == 0
-        return sum(count > 0 for step in play.runs.steps for count in step.num_found)
-
-    late = num_late()
-    monkeypatch.setattr(LookupYield, "observe", lambda self, promised, found, num_rows: None)
-    assert late < 0.75 * num_late()
-
-
-@pytest.mark.parametrize("gap_s", [0.0, 1e9])
-def test_a_model_hides_a_late_launch_only_while_it_drafts(monkeypatch: pytest.MonkeyPatch, gap_s: float) -> None:
-    """Beyond its drafts, the GPU waits for the launch, and all sequences with it."""
-    monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: gap_s)
-    play = Play([request()], range(NUM_TOKENS), num_steps=0)
-    choose(play.runs, lambda step: Shape(NODES, 3, 4))
-    play.run()
-    assert play.runs.num_ordinary == 0
-    num_late = sum(count > 0 for step in play.runs.steps for count in step.num_found)
-    if gap_s:
-        assert num_late <= play.runs.num_ahead / TRY_EVERY + 1
-    else:
-        assert num_late > play.runs.num_ahead / 4
 
 
 def test_the_model_drafts_where_it_does_as_well_as_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,73 +226,6 @@ def test_many_prompts_at_once_are_learnt_in_pieces(monkeypatch: pytest.MonkeyPat
     assert most <= max(play.lookup.num_new) < 2 * most
     for one, expected in zip(requests, play.expected, strict=True):
         assert [*one.prompt, *expected.token_ids] in play.lookup.learnt
-
-
-def test_tries_that_change_nothing_grow_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 1e9)
-    play = Play([request(seed=seed) for seed in range(1, 5)], range(NUM_TOKENS), with_model=False, num_steps=0)
-    play.run()
-    (step,) = play.runs.steps
-    late = [number for number, count in enumerate(step.num_found) if count]
-    waits = [later - before for before, later in pairwise(late)]
-    assert len(waits) > 1 and waits == sorted(waits) and waits[-1] <= RAREST_TRY
-
-
-def test_the_gap_is_learnt_from_late_launches() -> None:
-    gaps = GapTimes()
-    gaps.observe(8, FIRST_GAP_S / 2)
-    assert FIRST_GAP_S / 2 < gaps.seconds(8) < FIRST_GAP_S
-    # One that captures a graph counts as a few.
-    slow = GapTimes()
-    slow.observe(8, 10.0)
-    assert slow.seconds(8) < 4 * FIRST_GAP_S
-
-
-def test_the_gap_of_a_batch_is_that_of_the_nearest_one_measured() -> None:
-    gaps = GapTimes()
-    for _ in range(200):
-        gaps.observe(2, 1e-3)
-        gaps.observe(200, 2e-2)
-    assert gaps.seconds(1) == gaps.seconds(2) == pytest.approx(1e-3, rel=0.01)
-    assert gaps.seconds(130) == gaps.seconds(256) == pytest.approx(2e-2, rel=0.01)
-
-
-def test_the_gap_before_a_step_with_prompts_is_its_own() -> None:
-    gaps = StepGaps()
-    for _ in range(200):
-        gaps.observe(8, 1e-3, has_prompts=False)
-        gaps.observe(8, 3e-3, has_prompts=True)
-    assert gaps.seconds(8, has_prompts=False) == pytest.approx(1e-3, rel=0.01)
-    assert gaps.seconds(8, has_prompts=True) == pytest.approx(3e-3, rel=0.01)
-
-
-@pytest.mark.parametrize("with_model", [False, True])
-def test_look_ups_beside_prompts_are_worth_the_gap_before_such_steps(
-    monkeypatch: pytest.MonkeyPatch, with_model: bool
-) -> None:
-    """A second prompt comes in many pieces while look-ups
-    would help the first sequence in every step.
-    """
-    monkeypatch.setattr(StepGaps, "seconds", lambda self, batch, *, has_prompts: 1e9 if has_prompts else 0.0)
-    requests = [request(), replace(request(seed=2), prompt=prompt(2, 120))]
-    play = Play(requests, range(NUM_TOKENS), with_model=with_model, num_steps=0, chunk_tokens=10)
-    if with_model:
-        choose(play.runs, lambda step: NO_DRAFT)
-    steps = play.runs.steps
-    # Before each step: prompt passes so far, and how many of the steps
-    # before had trees from the host.
-    seen: list[tuple[int, int]] = []
-
-    def look(number: int) -> None:
-        num_late = sum(count > 0 for step in steps for count in step.num_found)
-        seen.append((sum(len(step.prefills) for step in steps), num_late))
-
-    play.run_late(40, look)
-    late_with_prompts = [
-        later[1] - now[1] for before, now, later in zip(seen, seen[1:], seen[2:], strict=False) if now[0] > before[0]
-    ]
-    assert len(late_with_prompts) > 10 and sum(late_with_prompts) <= 1
-    assert seen[-1][1] > 20
 
 
 @pytest.mark.parametrize("what", ["dies", "returns", "is detached", "abort"])
@@ -606,23 +331,3 @@ def test_prompts_that_wait_for_a_step_outlive_the_model(what: str, at: int) -> N
     play = Play(requests, range(NUM_TOKENS), is_stuck=is_stuck, **options)
     play.run_late(at)
     assert lost_at
-
-
-def test_a_yield_follows_what_was_found() -> None:
-    found = LookupYield()
-    assert (found.tokens(3.0), found.num_rows(3.0)) == (3.0, 3)
-    for _ in range(100):
-        found.observe(8.0, 2.0, 4)
-    assert found.tokens(8.0) == pytest.approx(2.0, abs=0.01) and found.num_rows(8.0) == 4
-    # One step hardly changes it, and some do.
-    found.observe(8.0, 8.0, 16)
-    assert 2.0 < found.tokens(8.0) < 3.0
-    for _ in range(50):
-        found.observe(8.0, 8.0, 16)
-    assert found.tokens(8.0) == pytest.approx(8.0, abs=0.1)
-
-
-def test_a_step_that_finds_nothing_lowers_the_yield() -> None:
-    found = LookupYield()
-    found.observe(PRIOR_TOKENS, 0.0, 0)
-    assert 0 < found.tokens(1.0) < 0.5
