@@ -165,7 +165,8 @@ def verifier(given: Given) -> None:
         # A start checks the same when it loads.
         _say_all(service_settings.check_target(settings.model))
     inside = {spec.name: service_settings.drafter_settings(given, spec, "unix:/none") for spec in held}
-    service_settings.check_drafters(given, inside.values(), settings.model)
+    for drafter in inside.values():
+        service_settings.check_drafter(given, drafter, settings.model)
     if options.dry_run:
         attached = [f"{endpoint.name} at {endpoint.address}" for endpoint in settings.drafters]
         _print_plan(settings, _kinds(inside.values()) + attached)

@@ -305,10 +305,11 @@ class DraftRows:
             before = sequence.keys[-1] if sequence.keys else sequence.salt.to_bytes(8, "little")
             content = before + sequence.tokens[low:high].tobytes()
             sequence.keys.append(hashlib.blake2b(content, digest_size=_KEY_BYTES).digest())
-            can_write = self.needs_hidden and max(low, self.first_position) >= first_with_hidden
+            first_entry = max(low, self.first_position)
+            can_write = self.needs_hidden and first_entry >= first_with_hidden
             if can_write or self._block_keys[sequence.table[block]] != sequence.keys[block]:
                 continue
-            if sequence.valid_end == max(low, self.first_position):
+            if sequence.valid_end == first_entry:
                 sequence.valid_end = high
             elif sequence.valid_end < low and self.needs_hidden:
                 sequence.valid_start, sequence.valid_end = low, high

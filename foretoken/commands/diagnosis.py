@@ -161,7 +161,7 @@ def _check_drafter(given: Given, spec: DrafterSpec, target: Path) -> list[Findin
 
     def check() -> None:
         settings = service_settings.drafter_settings(given, spec, "unix:/none")
-        service_settings.check_drafters(given, [settings], target)
+        service_settings.check_drafter(given, settings, target)
 
     findings.append(tried(name, check, f"{spec.algorithm} fits the target"))
     return findings

@@ -272,7 +272,7 @@ def verifier_stack(given: Given, folder: Path, address: str) -> VerifierStack:
     notices += check_target(model)
     for spec, settings in drafters:
         with _naming(given, spec):
-            check_drafters(given, [settings], model)
+            check_drafter(given, settings, model)
     verifier = verifier.model_copy(update={"model": model, "drafters": endpoints})
     return VerifierStack(options=options, verifier=verifier, drafters=drafters, notices=tuple(notices))
 
@@ -323,18 +323,17 @@ def drafter_settings(given: Given, spec: DrafterSpec, address: str) -> DrafterSe
     return build(DrafterSettings, values | {name: given.values[name] for name in shared if name in given.values})
 
 
-def check_drafters(given: Given, drafters: Iterable[DrafterSettings], target: Path) -> None:
-    """Check the drafters' files as attaching would, without reading weights."""
-    for settings in drafters:
-        path, token_map = settings.speculative_draft_model_path, settings.speculative_token_map
-        with at_fault(_drafter_option(given, "algorithm" if path is None else "model")):
-            ALGORITHMS[settings.algorithm].check_files(path, target)
-        if token_map is not None:
-            # Imported late: it loads numpy and the formats of checkpoints.
-            from drafter_svc.checkpoint.model_folder import check_map
+def check_drafter(given: Given, settings: DrafterSettings, target: Path) -> None:
+    """Check a drafter's files as attaching would, without reading weights."""
+    path, token_map = settings.speculative_draft_model_path, settings.speculative_token_map
+    with at_fault(_drafter_option(given, "algorithm" if path is None else "model")):
+        ALGORITHMS[settings.algorithm].check_files(path, target)
+    if token_map is not None:
+        # Imported late: it loads numpy and the formats of checkpoints.
+        from drafter_svc.checkpoint.model_folder import check_map
 
-            with at_fault(_drafter_option(given, "token_map")):
-                check_map(token_map, target, path or target)
+        with at_fault(_drafter_option(given, "token_map")):
+            check_map(token_map, target, path or target)
 
 
 def check_target(path: Path) -> tuple[str, ...]:

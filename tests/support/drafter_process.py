@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -95,12 +95,16 @@ def attached_again(source: DraftSource, num_attaches: int) -> DraftTransport:
 
 
 @contextmanager
-def client_of(address: str, kind: Kind) -> Iterator[DrafterClient]:
-    assert kind != "in-process"
-    endpoint = DrafterEndpoint(name="mirror", address=address, transport=kind)
-    client = DrafterClient(endpoint, TARGET, EPOCH, token_capacity=TOKEN_CAPACITY)
+def started(client: DrafterClient) -> Iterator[DrafterClient]:
+    """Start a client, and close it at the end of the block."""
     client.start()
     try:
         yield client
     finally:
         client.close()
+
+
+def client_of(address: str, kind: Kind) -> AbstractContextManager[DrafterClient]:
+    assert kind != "in-process"
+    endpoint = DrafterEndpoint(name="mirror", address=address, transport=kind)
+    return started(DrafterClient(endpoint, TARGET, EPOCH, token_capacity=TOKEN_CAPACITY))

@@ -17,7 +17,7 @@ class LookupYield:
     """Used by the engine thread alone. All figures are of a step's whole batch."""
 
     def __init__(self) -> None:
-        # Sums over steps with look-ups: tokens beyond those of a step without, and rows.
+        # Sums over steps with look-ups of what ``observe`` is told.
         self._promised = self._found = PRIOR_TOKENS
         self._rows = PRIOR_TOKENS
 

@@ -46,7 +46,7 @@ NUM_MISSED_WHILE_BUSY = 20
 
 @pytest.mark.parametrize("how", ["busy", "stuck"])
 def test_a_busy_child_is_left_alone(start: Start, how: str) -> None:
-    """``busy``: nobody answers, as if a call held the GIL. ``stuck``: its thread answers."""
+    """A child that is ``busy`` does not answer, as while a call holds the GIL; a ``stuck`` one does."""
     driver = start(("only", "obeys"), max_stall_s=600.0, **QUICK)
     driver.read_until("READY")
     child = driver.child("only")

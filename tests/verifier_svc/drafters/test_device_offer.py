@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from foretoken.models.backend import CPU, Backend
 from foretoken.overlap_memory import OverlapLayout, OverlapMemory
 from foretoken.transports.transport import DraftTransport, TransportClosedError
 from tests.support.draft_requests import draft_request
+from tests.support.drafter_process import started
 from tests.support.environment import child_environment
 from tests.support.mirror_drafter import MirrorDrafter
 from tests.support.overlap_drafter import DEVICE, NUM_DRAFTED, NUM_KINDS, OverlapDrafter
@@ -62,18 +63,12 @@ def _address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
-@contextmanager
 def client_of(
     address: str, transport: TransportName = "shared-memory", offer: DeviceOffer | None = OFFER
-) -> Iterator[DrafterClient]:
+) -> AbstractContextManager[DrafterClient]:
     assert transport != "in-process"
     endpoint = DrafterEndpoint(name="overlap", address=address, transport=transport)
-    client = DrafterClient(endpoint, TARGET, EPOCH, offer=offer)
-    client.start()
-    try:
-        yield client
-    finally:
-        client.close()
+    return started(DrafterClient(endpoint, TARGET, EPOCH, offer=offer))
 
 
 def attached(client: DrafterClient) -> DraftTransport:

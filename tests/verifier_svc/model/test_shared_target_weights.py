@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -29,6 +29,7 @@ from foretoken.models.device_sizes import PassSizes
 from foretoken.models.target_weights import load_target_weights
 from foretoken.transports.shared_weights import SharedWeights
 from tests.references.head_files import HIDDEN, NUM_LAYERS, VOCAB, eagle_files, random_target, write_folder
+from tests.support.drafter_process import started
 from tests.support.environment import child_environment
 from tests.support.paged_draft import Row, request_of, target_info
 from verifier_svc.config import DrafterEndpoint, Transport
@@ -113,17 +114,11 @@ def runner_of(kernels: Kernels, folder: Path, gpu: Backend, dtype: str = "float3
     return DeviceRunner(folder / "target", backend=gpu, sizes=sizes, dtype=dtype, num_blocks=8)
 
 
-@contextmanager
 def client_of(
     address: str, target: TargetInfo, weights: SharedWeights | None, transport: Transport = "auto"
-) -> Iterator[DrafterClient]:
+) -> AbstractContextManager[DrafterClient]:
     endpoint = DrafterEndpoint(name="eagle", address=address, transport=transport)
-    client = DrafterClient(endpoint, target, EPOCH, weights=weights)
-    client.start()
-    try:
-        yield client
-    finally:
-        client.close()
+    return started(DrafterClient(endpoint, target, EPOCH, weights=weights))
 
 
 def tree_of(client: DrafterClient | InProcessClient, batch_slot: int) -> list[int]:
