@@ -280,6 +280,22 @@ class DraftBatch:
     def num_rows(self) -> int:
         return len(self.node_starts) - 1
 
+    def are_sound(self, roots: Int32, vocab_size: int) -> NDArray[np.bool_]:
+        """Return which trees a verifier may run, bool [rows]: their ids, parents, root and scores.
+
+        Their sizes were checked when the reply came.
+
+        ``roots``: int32 [rows]; the root that each row was to have.
+        """
+        starts = self.node_starts[:-1]
+        if not len(starts):
+            return np.zeros(0, np.bool_)
+        places = np.arange(len(self.tokens)) - np.repeat(starts, np.diff(self.node_starts))
+        is_sound = (self.tokens >= 0) & (self.tokens < vocab_size) & ~np.isnan(self.scores)
+        is_sound &= (self.parents >= np.where(places == 0, -1, 0)) & (self.parents < places)
+        are_sound: NDArray[np.bool_] = np.logical_and.reduceat(is_sound, starts) & (self.tokens[starts] == roots)
+        return are_sound
+
     def tree(self, row: int) -> DraftTree:
         """Return the tree of one row, as views of the batch."""
         low, high = int(self.node_starts[row]), int(self.node_starts[row + 1])

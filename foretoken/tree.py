@@ -53,17 +53,6 @@ class DraftTree:
     def num_speculative_tokens(self) -> int:
         return len(self.tokens) - 1
 
-    def is_valid(self, root_token: int, vocab_size: int, max_nodes: int) -> bool:
-        """Return whether a verifier may run this tree: ids, parents, size and root are valid."""
-        tokens, parents = self.tokens.tolist(), self.parents.tolist()
-        if not 1 <= len(tokens) <= max_nodes or len(parents) != len(tokens):
-            return False
-        if tokens[0] != root_token or parents[0] != -1:
-            return False
-        if min(tokens) < 0 or max(tokens) >= vocab_size:
-            return False
-        return all(0 <= parents[node] < node for node in range(1, len(parents)))
-
 
 def depths(parents: Int32) -> Int32:
     """Return each node's number of edges from the root, int32 [num_nodes]."""

@@ -183,7 +183,7 @@ def check_batch(batch: DraftBatch, max_nodes: Int32) -> None:
 
     The arrays must also agree.
 
-    The nodes' content is checked when a tree is used (``DraftTree.is_valid``).
+    The nodes' content is checked when a tree is used (``DraftBatch.are_sound``).
     """
     rows = len(max_nodes)
     if not len(batch.tokens) == len(batch.parents) == len(batch.scores):

@@ -5,13 +5,11 @@ The interpreter accepts much that the compiler does not, and the compiler needs 
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import foretoken_kernels
 import pytest
 import torch
 import triton
@@ -19,6 +17,7 @@ from foretoken_kernels.gpu import draft_children, draft_cut, draft_tree
 from foretoken_kernels.gpu import draft_tree_state as state
 
 from tests.kernels.draft_courses import new_draft_output
+from tests.support.environment import child_environment
 
 # Trees, branches, levels, vocabulary, dtype of the logits, scale of the noise, whether draft ids
 # are mapped.
@@ -94,11 +93,8 @@ def compile_draft(
 
 @pytest.mark.slow
 def test_kernels_compile(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {
-        "PYTHONPATH": str(Path(foretoken_kernels.__file__).parents[1]),
-        "TRITON_CACHE_DIR": str(tmp_path),
-    }
+    environment = {name: value for name, value in child_environment().items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, __file__]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -4,14 +4,17 @@ Scores are binned by the probability that they stand for; a bin's estimate is it
 accepted nodes, smoothed towards the score itself, so that a drafter starts by being
 believed and is soon corrected.
 
-Trees are small and a step is short: plain numbers here, an array of ten
-costs more to touch than to use.
+The nodes of all trees of a step are estimated together: trees are small, and an array costs more to
+touch than to use.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 NUM_BINS = 10
 # Nodes' worth of trust in the scores themselves.
@@ -34,25 +37,21 @@ class AcceptanceEstimates:
         self._accepted = [0.0] * NUM_BINS
         self._nodes = [0.0] * NUM_BINS
         # What a probability of each bin is multiplied by, until ``observe`` changes it.
-        self._factors: list[float] = []
+        self._factors: NDArray[np.float64] | None = None
 
-    def chances(self, scores: Sequence[float], parents: Sequence[int]) -> list[float]:
-        """Return the chance that the text runs through each node of a tree, as Draft.chances.
-
-        The first one is the root, whose chance is 1.
-        """
-        # The probability 1 is in the last bin too.
-        factors = self._factors = self._factors or [self._factor(min(n, NUM_BINS - 1)) for n in range(NUM_BINS + 1)]
-        out = [1.0]
-        for score, parent in zip(scores[1:], parents[1:], strict=True):
-            probability = math.exp(score) if score < 0.0 else 1.0
-            chance, above = probability * factors[int(probability * NUM_BINS)], out[parent]
-            out.append(chance if chance < above else above)
-        return out
+    def of_scores(self, scores: NDArray[np.float32]) -> list[float]:
+        """Return what the scores of nodes are worth, as chances. NaN is worth nothing."""
+        if self._factors is None:
+            # The probability 1 is in the last bin too.
+            self._factors = np.array([self._factor(min(n, NUM_BINS - 1)) for n in range(NUM_BINS + 1)])
+        values = np.nan_to_num(scores.astype(np.float64), nan=-np.inf)
+        probabilities = np.exp(np.minimum(values, 0.0, out=values), out=values)
+        chances: list[float] = (probabilities * self._factors[(probabilities * NUM_BINS).astype(np.intp)]).tolist()
+        return chances
 
     def observe(self, scores: Sequence[float], is_accepted: Sequence[bool]) -> None:
         """Learn from a verified tree's nodes, the root left out."""
-        self._factors = []
+        self._factors = None
         self._accepted = [MEMORY * count for count in self._accepted]
         self._nodes = [MEMORY * count for count in self._nodes]
         for score, accepted in zip(scores, is_accepted, strict=True):
@@ -64,6 +63,18 @@ class AcceptanceEstimates:
         """Return how many of a bin's nodes were accepted, divided by what their scores promised."""
         nominal = self._nominal[number]
         return (PRIOR_NODES * nominal + self._accepted[number]) / ((PRIOR_NODES + self._nodes[number]) * nominal)
+
+
+def bounded(chances: Sequence[float], parents: Sequence[int]) -> list[float]:
+    """Return the chances of a tree's nodes, as Draft.chances: none is above its parent's.
+
+    The first one is the root's.
+    """
+    out = [1.0]
+    for node in range(1, len(chances)):
+        chance, above = chances[node], out[parents[node]]
+        out.append(chance if chance < above else above)
+    return out
 
 
 def _bin(probability: float) -> int:

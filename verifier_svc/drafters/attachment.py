@@ -6,14 +6,17 @@ that one. The speculator decides whom to ask, for how much, and whether to wait.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from foretoken.drafting import DeviceStep, DraftBatch, DrafterNeeds, DraftRequest
 from foretoken.transports.transport import DraftTransport, TransportClosedError
+from foretoken.tree import DraftTree
+from verifier_svc.drafters.acceptance_estimates import bounded
 from verifier_svc.drafters.counters import DrafterCounters
 from verifier_svc.drafters.deadline import Deadline
 from verifier_svc.drafters.device_feed import DeviceFeed, as_batch_rows, can_feed
@@ -350,18 +353,21 @@ class Attachment:
         if (batch.epoch, batch.step_id) != stamp or batch.num_rows != len(posted.rows):
             self._reject("a draft with another step's stamp or number of rows")
             return []
+        roots = np.array([row.root if row.shape.nodes > 1 else 0 for row in posted.rows], np.int32)
+        are_sound = batch.are_sound(roots, self._settings.vocab_size).tolist()
+        starts, scores, parents = batch.node_starts.tolist(), batch.scores.tolist(), batch.parents.tolist()
+        chances = self._record.estimates.of_scores(batch.scores)
         drafts: list[tuple[DraftRow, Draft]] = []
         for index, row in enumerate(posted.rows):
             if row.shape.nodes == 1:
                 continue
-            tree, scores = batch.tree(index), batch.row_scores(index).tolist()
-            is_valid = tree.is_valid(row.root, self._settings.vocab_size, row.shape.nodes)
-            if not is_valid or any(map(math.isnan, scores)):
+            if not are_sound[index]:
                 self._reject("a malformed draft tree")
                 return drafts
-            sources = [0] + [self._number] * (len(scores) - 1)
-            chances = self._record.estimates.chances(scores, tree.parents.tolist())
-            drafts.append((row, Draft(tree, sources, scores, chances)))
+            low, high = starts[index], starts[index + 1]
+            tree = DraftTree(batch.tokens[low:high], batch.parents[low:high])
+            sources = [0] + [self._number] * (high - low - 1)
+            drafts.append((row, Draft(tree, sources, scores[low:high], bounded(chances[low:high], parents[low:high]))))
         self._record.source.report_success()
         return drafts
 

@@ -82,6 +82,9 @@ class Draft(NamedTuple):
 
     def to_depth(self, most: int) -> Draft:
         """Return a draft of the nodes with at most ``most`` edges above them."""
+        # A tree has no more levels than nodes below its root.
+        if self.tree.num_nodes <= most + 1:
+            return self
         levels = depths(self.tree.parents).tolist()
         if max(levels) <= most:
             return self

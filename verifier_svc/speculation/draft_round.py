@@ -73,13 +73,13 @@ class DraftRound(ABC):
         """Return what rows ask of this round's drafters in a step of ``batch`` rows."""
         plans = []
         for sequence in decoding:
-            drafters = [drafter for drafter in self._routing.of(sequence) if drafter.has_model == self.has_model]
+            drafters = self._routing.of_kind(sequence, has_model=self.has_model)
             plan = self.plan_row(sequence, drafters, batch) if drafters else None
             if plan is not None:
                 plans.append(plan)
         return plans
 
-    def plan_row(self, sequence: Sequence, drafters: list[DrafterHandle], batch: int) -> DraftPlan | None:
+    def plan_row(self, sequence: Sequence, drafters: Seq[DrafterHandle], batch: int) -> DraftPlan | None:
         """Return what one row asks of these drafters, or None if it asks nothing."""
         bounds = self.bounds(sequence)
         # No draft is needed after the last token that may be emitted.
@@ -104,7 +104,7 @@ class DraftRound(ABC):
         """Return the bounds of a row's trees."""
         return self._rows.of(sequence).bounds
 
-    def _expecting_gate(self, sequence: Sequence, drafters: list[DrafterHandle]) -> Gate:
+    def _expecting_gate(self, sequence: Sequence, drafters: Seq[DrafterHandle]) -> Gate:
         """Return the gate of a row, which knows what these drafters make one expect."""
         return self.gate(sequence)
 
@@ -135,17 +135,16 @@ class DraftRound(ABC):
         ``max_depth``: most edges from a root.
         """
         rows = []
-        room = attachment.sent.most_new_tokens
+        room, can_wait = attachment.sent.most_new_tokens, attachment.can_afford_wait()
         for plan in plans:
             if room <= 0:
                 break
             if drafter in plan.drafters:
                 shape = plan.bounds.of_row(self.has_model, plan.reach, plan.most)
-                if max_depth is not None:
-                    shape = shape._replace(depth=min(shape.depth, max_depth))
-                awaited = plan.awaited and attachment.can_afford_wait()
+                if max_depth is not None and shape.depth > max_depth:
+                    shape = shape._replace(depth=max_depth)
                 row = attachment.sent.row(
-                    plan.sequence, shape, awaited=awaited, captured=self._capture.layers, most=room
+                    plan.sequence, shape, awaited=plan.awaited and can_wait, captured=self._capture.layers, most=room
                 )
                 if row is not None:
                     rows.append(row)
@@ -191,7 +190,7 @@ class LookupRound(DraftRound):
 
     def asks(self, sequence: Sequence) -> bool:
         """Return whether a row has drafters of this round."""
-        return any(not drafter.has_model for drafter in self._routing.of(sequence))
+        return bool(self._routing.of_kind(sequence, has_model=False))
 
     def asks_at_once(self, sequence: Sequence) -> bool:
         """Return whether a row that has such drafters asks them in earnest from its first token on."""
@@ -236,7 +235,7 @@ class ModelRound(DraftRound):
     def gate(self, sequence: Sequence) -> Gate:
         return self._rows.of(sequence).model_gate
 
-    def _expecting_gate(self, sequence: Sequence, drafters: list[DrafterHandle]) -> Gate:
+    def _expecting_gate(self, sequence: Sequence, drafters: Seq[DrafterHandle]) -> Gate:
         gate = self.gate(sequence)
         # A model always has something to propose.
         gate.expect_drafts(max(drafter.record.acceptance.value for drafter in drafters))

@@ -33,7 +33,7 @@ class Fallbacks:
             return FallbackReason.NOTHING_FOUND
         if plans and key not in self._trees.found:
             return FallbackReason.NO_DRAFT_IN_TIME
-        if not plans and not any(drafter.has_model for drafter in self._routing.of(sequence)):
+        if not plans and not self._routing.of_kind(sequence, has_model=True):
             # A look-up drafter that found nothing for long is asked less often.
             return FallbackReason.NOTHING_FOUND
         return FallbackReason.DRAFTS_DO_NOT_PAY

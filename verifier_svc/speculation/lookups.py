@@ -193,6 +193,8 @@ class Lookups:
 
         The step is one in which a look-up finds something.
         """
+        if self._drafting.controller is None:
+            return 1.0
         expected = self._drafting.expected_tokens(sequence)
         return self._record.model_yield.tokens(expected, 1 + self._drafting.shape_of(sequence).depth)
 
@@ -326,4 +328,4 @@ def _up_to_date(plan: DraftPlan) -> DraftPlan | None:
     most = min(plan.most, sequence.max_new_tokens - 1)
     if sequence.table is None or not sequence.is_decoding or most < 1:
         return None
-    return plan._replace(most=most)
+    return plan if most == plan.most else plan._replace(most=most)

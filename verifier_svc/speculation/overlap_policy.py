@@ -139,9 +139,9 @@ class OverlapPolicy:
             return OverlapBlock.NO_WAIT_BUDGET
         return None
 
-    def _models_of(self, sequence: Sequence) -> list[DrafterHandle]:
+    def _models_of(self, sequence: Sequence) -> Seq[DrafterHandle]:
         """Return the drafters of a row that have a model."""
-        return [drafter for drafter in self._routing.of(sequence) if drafter.has_model]
+        return self._routing.of_kind(sequence, has_model=True)
 
     def _own_shape(self, sequence: Sequence) -> Shape | None:
         """Return the shape that a request asks for; None if it leaves that to the server."""

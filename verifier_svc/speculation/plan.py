@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from verifier_svc.drafters.handle import DrafterHandle
@@ -21,7 +22,7 @@ class DraftPlan(NamedTuple):
     """
 
     sequence: Sequence
-    drafters: list[DrafterHandle]
+    drafters: Items[DrafterHandle]
     reach: int
     most: int
     awaited: bool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from foretoken.errors import NotFoundError, PreconditionError
 from foretoken.limits import DRAFTER_JOIN, MAX_DRAFTER_NAMES, MAX_DRAFTERS
@@ -16,6 +17,14 @@ from verifier_svc.speculation.row_state import RowStates
 # The name by which a request asks for the trees of all attached drafters in one.
 MERGE = "merge"
 AUTO = "auto"
+
+
+class _RowDrafters(NamedTuple):
+    """A row's drafters, and which of them have a model."""
+
+    all: Seq[DrafterHandle]
+    models: Seq[DrafterHandle]
+    lookups: Seq[DrafterHandle]
 
 
 class DrafterRouting:
@@ -36,7 +45,7 @@ class DrafterRouting:
         self._drafters: list[DrafterHandle] = []
         self._attached: list[DrafterHandle] = []
         # The drafters of each row in this step: they are asked for many times.
-        self._of_row: dict[Sequence, Seq[DrafterHandle]] = {}
+        self._of_row: dict[Sequence, _RowDrafters] = {}
         self._trials = ModelTrials()
 
     @property
@@ -124,10 +133,21 @@ class DrafterRouting:
         from. The server chooses from the first drafter, unless that is a model that does not pay.
         Beside a model it takes the first look-up drafter, which costs next to nothing to ask.
         """
-        drafters = self._of_row.get(sequence)
-        if drafters is None:
-            drafters = self._of_row[sequence] = self._choose(sequence)
-        return drafters
+        return self._row(sequence).all
+
+    def of_kind(self, sequence: Sequence, *, has_model: bool) -> Seq[DrafterHandle]:
+        """Return those of a row's drafters that have a model, or those that have none."""
+        row = self._row(sequence)
+        return row.models if has_model else row.lookups
+
+    def _row(self, sequence: Sequence) -> _RowDrafters:
+        row = self._of_row.get(sequence)
+        if row is None:
+            chosen = self._choose(sequence)
+            models = [drafter for drafter in chosen if drafter.has_model]
+            lookups = [drafter for drafter in chosen if not drafter.has_model]
+            row = self._of_row[sequence] = _RowDrafters(chosen, models, lookups)
+        return row
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is known of a sequence that ends."""

@@ -332,7 +332,8 @@ def test_trees_equal_those_of_the_reference(config: NgramSettings, seed: int, co
         np.testing.assert_allclose(batch.scores, np.log(weights), atol=1e-5)
         last = reference.sequences[row["batch_slot"]].last
         if 0 <= last < vocab_size:
-            assert batch.tree(0).is_valid(last, vocab_size, shape["max_nodes"])
+            assert batch.are_sound(np.array([last], np.int32), vocab_size).all()
+            assert len(batch.tokens) <= shape["max_nodes"]
             assert depths(batch.parents).max() <= shape["max_depth"]
             assert np.bincount(batch.parents[1:] + 1).max(initial=0) <= shape["max_branch"]
 

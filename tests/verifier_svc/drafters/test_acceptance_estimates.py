@@ -8,18 +8,24 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 
-from verifier_svc.drafters.acceptance_estimates import AcceptanceEstimates, AcceptanceRate
+from verifier_svc.drafters.acceptance_estimates import AcceptanceEstimates, AcceptanceRate, bounded
 from verifier_svc.drafters.counters import DrafterCounters
 from verifier_svc.drafters.request import DEFAULT_STEPS, Shape, TreeBounds
 from verifier_svc.drafters.waits import DraftTimes
 
 
+def chances(estimates: AcceptanceEstimates, scores: list[float], parents: list[int]) -> list[float]:
+    """Return the chances of a tree's nodes."""
+    return bounded(estimates.of_scores(np.array(scores, np.float32)), parents)
+
+
 def test_a_new_drafter_is_believed() -> None:
     probabilities = [1.0, 0.83, 0.5, 0.07]
     scores = list(map(math.log, probabilities))
-    assert AcceptanceEstimates().chances(scores, [-1, 0, 1, 2]) == pytest.approx(probabilities)
+    assert chances(AcceptanceEstimates(), scores, [-1, 0, 1, 2]) == pytest.approx(probabilities)
 
 
 @pytest.mark.parametrize("really", [0.1, 0.5, 0.9])
@@ -29,7 +35,7 @@ def test_estimates_become_what_is_accepted(really: float) -> None:
     score = math.log(0.75)
     for _ in range(2000):
         estimates.observe([score], [rng.random() < really])
-    found = estimates.chances([0.0, score], [-1, 0])
+    found = chances(estimates, [0.0, score], [-1, 0])
     assert found[0] == 1.0 and abs(found[1] - really) < 0.08
 
 
@@ -39,16 +45,16 @@ def test_no_node_has_a_better_chance_than_its_parent() -> None:
     high, low = math.log(0.75), math.log(0.35)
     for _ in range(500):
         estimates.observe([high, low], [False, True])
-    parent, child, other = estimates.chances([0.0, high, low, low], [-1, 0, 1, 0])[1:]
+    parent, child, other = chances(estimates, [0.0, high, low, low], [-1, 0, 1, 0])[1:]
     assert parent == child < 0.1 and other > 0.9
 
 
 def test_scores_beyond_what_a_chance_can_be_do_no_harm() -> None:
     estimates = AcceptanceEstimates()
     scores, siblings = [0.0, 5.0, -math.inf, math.inf], [-1, 0, 0, 0]
-    assert estimates.chances(scores, siblings) == [1.0, 1.0, 0.0, 1.0]
+    assert chances(estimates, scores, siblings) == [1.0, 1.0, 0.0, 1.0]
     estimates.observe(scores[1:], [True, False, True])
-    assert all(map(math.isfinite, estimates.chances(scores, siblings)))
+    assert all(map(math.isfinite, chances(estimates, scores, siblings)))
 
 
 def test_waits_are_a_line_over_the_depth() -> None:

@@ -40,8 +40,9 @@ def is_sound(draft: Draft) -> bool:
     parents = draft.tree.parents.tolist()
     # A node's chance is never above its parent's.
     is_bounded = all(draft.chances[i] <= draft.chances[parents[i]] for i in range(1, len(parents)))
-    is_valid = draft.tree.is_valid(ROOT, 99, draft.tree.num_nodes)
-    return is_valid and is_bounded and draft.sources[0] == 0 and draft.chances[0] == 1.0
+    is_valid = parents[0] == -1 and all(0 <= parent < node for node, parent in enumerate(parents[1:], start=1))
+    is_rooted = draft.tree.tokens[0] == ROOT and draft.sources[0] == 0 and draft.chances[0] == 1.0
+    return is_valid and is_rooted and is_bounded
 
 
 @given(drafts(), st.integers(0, 9))
