@@ -23,9 +23,6 @@ from verifier_svc.speculation.row_state import RowStates
 
 # Tokens that a model may be behind on a row that drafts without it, before it is sent them.
 SEND_BEHIND = 32
-# In batches from this size on, rows scout look-up drafters together, in one step of so many: a
-# request costs more than its rows.
-SCOUT_TOGETHER_FROM, SCOUT_EVERY = 8, 4
 # Tokens a second that a model's own steps must promise, over plain decode's, for the
 # server to choose it by itself: less is lost again in the prompt's KV entries and in
 # sending it what others drafted.
@@ -61,13 +58,19 @@ class DraftRound(ABC):
             if (attachment := drafter.attachment) is not None and drafter.has_model == self.has_model
         ]
 
-    def read_scouts(self) -> None:
-        """Learn what drafters found to the requests of the last step that nobody waited for."""
+    def read_scouts(self) -> bool:
+        """Learn what drafters found to the requests of the last step that nobody waited for.
+
+        Return whether they found anything.
+        """
+        has_found = False
         for _, attachment in self.attached():
             for sequence, is_found in attachment.read_scout():
                 if self._rows.has(sequence):
                     gate = self.gate(sequence)
                     gate.observe_find() if is_found else gate.observe_miss()
+                    has_found |= is_found
+        return has_found
 
     def plan(self, decoding: Seq[Sequence], batch: int) -> list[DraftPlan]:
         """Return what rows ask of this round's drafters in a step of ``batch`` rows."""
@@ -175,18 +178,11 @@ class LookupRound(DraftRound):
     def gate(self, sequence: Sequence) -> Gate:
         return self._rows.of(sequence).lookup_gate
 
-    def may_ask(self, decoding: Seq[Sequence]) -> Seq[Sequence]:
-        """Return the rows that may ask in an ordinary step. Called once a step."""
-        if len(decoding) < SCOUT_TOGETHER_FROM or self._costs.num_steps % SCOUT_EVERY == 0:
-            return decoding
-        asking = []
-        for sequence in decoding:
-            gate = self.gate(sequence)
-            if gate.is_scouting and not self.bounds(sequence).is_fixed:
-                gate.pass_steps(1)
-            else:
-                asking.append(sequence)
-        return asking
+    def promised_tokens(self, plan: DraftPlan) -> float:
+        """Return the tokens that a step should yield for a row by what was planned."""
+        chance = self.gate(plan.sequence).acceptance
+        # 1 + chance + ... + chance^reach.
+        return (1 - chance ** (plan.reach + 1)) / (1 - chance) if chance < 1 else 1.0 + plan.reach
 
     def asks(self, sequence: Sequence) -> bool:
         """Return whether a row has drafters of this round."""
@@ -196,27 +192,37 @@ class LookupRound(DraftRound):
         """Return whether a row that has such drafters asks them in earnest from its first token on."""
         return self.asks(sequence) and (self.bounds(sequence).is_fixed or not self.gate(sequence).is_scouting)
 
-    def send(self, plans: list[DraftPlan], prompts: Seq[Sequence], others: Seq[Sequence], *, least: int) -> None:
-        """Ask for what was planned and send what is new of sequences.
+    def send(self, plans: list[DraftPlan], others: Seq[Sequence]) -> None:
+        """Ask for what was planned, and send what is new of other sequences.
 
         ``read_scouts`` reads the answers.
-
-        ``least``: new tokens of one of ``others`` for which it is sent.
         """
         for drafter, attachment in self.attached():
-            behind = [s for s in others if len(s.tokens) - attachment.sent.length(s) >= least]
             drafted = self.rows_to_draft(drafter, attachment, plans)
-            attachment.post(self.rows_to_send(drafter, attachment, [*behind, *prompts], drafted) + drafted)
+            attachment.post(self.rows_to_send(drafter, attachment, others, drafted) + drafted)
             attachment.collect(self._worth_s)
 
-    def run(self, plans: list[DraftPlan], *, max_depth: int | None = None) -> Found:
+    def most_behind(self, sequences: Seq[Sequence]) -> int:
+        """Return how many tokens of one of these sequences a drafter was not sent, at most."""
+        sent = [attachment.sent for _, attachment in self.attached()]
+        return max((len(s.tokens) - each.length(s) for each in sent for s in sequences), default=0)
+
+    def chances(self, draft: Draft) -> list[float]:
+        """Return the chances of the nodes of a draft that this round's drafters have found."""
+        mine = {drafter.number for drafter in self._routing.drafters if not drafter.has_model}
+        return [chance for chance, source in zip(draft.chances, draft.sources, strict=True) if source in mine]
+
+    def run(self, plans: list[DraftPlan], others: Seq[Sequence] = (), *, max_depth: int | None = None) -> Found:
         """Ask for what was planned, and wait for what the drafters have.
 
-        ``max_depth``: most edges from the root of a tree.
+        Args:
+            others: sequences of which what is new is sent.
+            max_depth: most edges from the root of a tree.
         """
         found: Found = {}
         for drafter, attachment in self.attached():
-            attachment.post(self.rows_to_draft(drafter, attachment, plans, max_depth=max_depth))
+            drafted = self.rows_to_draft(drafter, attachment, plans, max_depth=max_depth)
+            attachment.post(self.rows_to_send(drafter, attachment, others, drafted) + drafted)
             self.collect(attachment, found)
         for plan in plans:
             if plan.key in found and all(draft.tree.num_nodes == 1 for draft in found[plan.key]):

@@ -6,6 +6,8 @@ nothing of the times when nothing is, nor of nodes that are not worth their rows
 
 from __future__ import annotations
 
+from verifier_svc.speculation.costs import DraftCosts
+
 # Before anything was looked up promises are taken to be kept, with this many tokens' worth of
 # trust.
 PRIOR_TOKENS = 4.0
@@ -38,3 +40,15 @@ class LookupYield:
     def num_rows(self, promised: float) -> int:
         """Return the rows of a step that these tokens should take."""
         return round(promised * self._rows / self._promised)
+
+    def gain_s(self, promised: float, num_rows: int, token_s: float, costs: DraftCosts) -> float:
+        """Return the seconds that look-ups should save that promise so many tokens.
+
+        What the rows of their nodes take is subtracted.
+
+        Args:
+            num_rows: rows of the step without them.
+            token_s: seconds in which the batch makes a token without them.
+        """
+        rows_s = costs.plain_step_s(num_rows + self.num_rows(promised)) - costs.plain_step_s(num_rows)
+        return self.tokens(promised) * token_s - rows_s

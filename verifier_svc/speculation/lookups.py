@@ -10,14 +10,15 @@ from verifier_svc.scheduling.batch_row import BatchRow
 from verifier_svc.scheduling.draft import Draft, merge
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.costs import DraftCosts, StepBase
-from verifier_svc.speculation.draft_round import SCOUT_EVERY, SCOUT_TOGETHER_FROM, SEND_BEHIND, LookupRound
+from verifier_svc.speculation.draft_round import LookupRound
+from verifier_svc.speculation.lookup_pace import LookupPace
 from verifier_svc.speculation.lookup_record import LookupRecord
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 from verifier_svc.speculation.plan import DraftPlan
 
-# Steps after which look-ups are tried although they do not promise what a late launch costs: at
-# first, and at most where tries do not change that.
-TRY_EVERY, RAREST_TRY = 16, 256
+# A row that asks nothing is sent in every so many steps, in turns: in one step, all rows of a large
+# batch would take the drafter too long to learn.
+SEND_EVERY = 16
 
 
 class PassedOver(NamedTuple):
@@ -38,8 +39,7 @@ class Lookups:
 
     A look-up needs the tokens of the step before, so the host launches a step with look-ups after
     it has read that one. Only rows whose look-ups were worth it lately make it wait. The others are
-    scouted while a step runs. In a large batch whose look-ups do not pay, all rows are scouted in
-    the same steps, ever more rarely: the host would take longer for that than the step.
+    scouted while a step runs, in turns (LookupPace).
 
     Args:
         record: what earlier runs have learnt.
@@ -70,9 +70,8 @@ class Lookups:
         # The tokens that these plans promise beyond the model's.
         self._promised = 0.0
         self._batch, self._has_prompts = 1, False
-        self._num_without, self._try_after = 0, TRY_EVERY
-        # Whether rows are asked in the next step too, and the steps since they were asked.
-        self._asks_again, self._num_unasked = True, 0
+        self._pace = LookupPace(lookup_round, in_turns=True)
+        self._num_prepared = 0
         # Whether a sequence that joins looks up from its first token on.
         self._has_new = False
 
@@ -110,83 +109,43 @@ class Lookups:
         decoding = [*joined, *(s for s in joining if s.is_decoding)]
         asking = [sequence for sequence in decoding if self._round.asks(sequence)]
         prompts = [sequence for sequence in joining if not sequence.is_decoding]
-        self._plans = []
-        plans = self._plan(asking) if self._are_asked(joining) else []
+        # One that joins has its first step now and may look up before its second one.
+        had_new, self._has_new = self._has_new, any(map(self._round.asks_at_once, joining))
+        asked = self._pace.asked(asking, self._batch, at_once=had_new or self._has_new)
+        plans = self._round.plan([s for s in asked if not self._round.gate(s).pauses()], self._batch)
+        self._plans = [plan for plan in plans if plan.awaited]
+        if not self._are_worth_waiting():
+            self._plans = []
         planned = {plan.sequence for plan in self._plans}
         scouts = [plan._replace(awaited=False) for plan in plans if plan.sequence not in planned]
         known = planned | {plan.sequence for plan in scouts}
-        self._round.send(scouts, prompts, [s for s in asking if s not in known], least=SEND_BEHIND)
+        self._num_prepared += 1
+        turn = self._num_prepared % SEND_EVERY
+        others = [s for s in asking if s.batch_slot % SEND_EVERY == turn and s not in known]
+        self._round.send(scouts, [*others, *prompts])
 
-    def _are_asked(self, joining: Items[Sequence]) -> bool:
-        """Return whether rows are asked in this step what they want to look up."""
-        # One that joins has its first step now and may look up before its second one.
-        had_new, self._has_new = self._has_new, any(map(self._round.asks_at_once, joining))
-        is_asked = (
-            self._asks_again
-            or self._batch < SCOUT_TOGETHER_FROM
-            or self._num_unasked + 1 >= self._try_after // SCOUT_EVERY
-            or had_new
-            or self._has_new
-        )
-        if not is_asked:
-            self._num_unasked += 1
-        return is_asked
+    def _are_worth_waiting(self) -> bool:
+        """Return whether the next step waits for what was planned.
 
-    def _plan(self, asking: Items[Sequence]) -> list[DraftPlan]:
-        """Return what rows ask; keep those plans for which the next step waits."""
-        num_steps, self._num_unasked = self._num_unasked + 1, 0
-        for sequence in asking:
-            self._round.gate(sequence).pass_steps(num_steps - 1)
-        plans = self._round.plan([s for s in asking if not self._round.gate(s).pauses()], self._batch)
-        self._plans = [plan for plan in plans if plan.awaited]
-        self._asks_again = any(self._round.bounds(sequence).is_fixed for sequence in asking)
-        if not self._pay(self._plans, num_steps):
-            self._plans = []
-        return plans
-
-    def _pay(self, plans: list[DraftPlan], num_steps: int) -> bool:
-        """Return whether look-ups promise more than a late launch costs, or are tried.
-
-        The cost is the time by which it is later than a model's drafts, and that of the rows.
-
-        ``num_steps``: since the last call, with this one.
+        That costs the time by which it is launched later than it is for a model's drafts.
         """
-        if not plans:
+        if not self._plans:
             return False
-        self._num_without += num_steps
-        self._promised = sum(max(self._tokens(p) - self._model_tokens(p.sequence), 0.0) for p in plans)
+        extra = (self._round.promised_tokens(p) - self._model_tokens(p.sequence) for p in self._plans)
+        self._promised = sum(max(tokens, 0.0) for tokens in extra)
         late_s = self._gap_s(self._batch) - self._drafting.draft_s(self._batch)
-        pays = any(plan.bounds.is_fixed for plan in plans) or self._gain_s() >= late_s
-        self._asks_again |= pays
-        if not pays and self._num_without < self._try_after:
-            return False
-        self._num_without = 0
-        self._try_after = TRY_EVERY if pays else min(2 * self._try_after, RAREST_TRY)
-        return True
+        pays = any(plan.bounds.is_fixed for plan in self._plans) or self._gain_s() >= late_s
+        return self._pace.waits(pays=pays)
 
     def _gap_s(self, batch: int) -> float:
         return self._record.gaps.seconds(batch, has_prompts=self._has_prompts)
 
     def _gain_s(self) -> float:
-        """Return the seconds in which the batch would make the look-ups' extra tokens.
-
-        These are what look-ups promise beyond the model's tokens, as far as they find it. What
-        their rows take is subtracted.
-        """
+        """Return the seconds that look-ups should save, beside the model's tokens."""
         drafting, batch = self._drafting, self._batch
-        extra = self._record.lookup_yield.tokens(self._promised)
-        controller = drafting.controller
-        tokens = 1.0 if controller is None else controller.controller.expected_tokens(drafting.shape)
-        num_rows = batch * drafting.shape.rows
-        rows_s = self._costs.plain_step_s(num_rows + self._record.lookup_yield.num_rows(self._promised))
-        rows_s -= self._costs.plain_step_s(num_rows)
-        return extra / (batch * tokens) * drafting.step_s(drafting.shape, batch, self._costs) - rows_s
-
-    def _tokens(self, plan: DraftPlan) -> float:
-        """Return how many tokens a step should yield for a row by what was planned."""
-        chance = self._round.gate(plan.sequence).acceptance
-        # 1 + chance + ... + chance^reach.
-        return (1 - chance ** (plan.reach + 1)) / (1 - chance) if chance < 1 else 1.0 + plan.reach
+        tokens = 1.0 if drafting.controller is None else drafting.controller.controller.expected_tokens(drafting.shape)
+        token_s = drafting.step_s(drafting.shape, batch, self._costs) / (batch * tokens)
+        return self._record.lookup_yield.gain_s(self._promised, batch * drafting.shape.rows, token_s, self._costs)
 
     def _model_tokens(self, sequence: Sequence) -> float:
         """Return the tokens that a step with the model's tree should yield.

@@ -30,6 +30,7 @@ from verifier_svc.speculation.fallbacks import Fallbacks
 from verifier_svc.speculation.lookup_record import LookupRecord
 from verifier_svc.speculation.lookups import Lookups
 from verifier_svc.speculation.next_trees import NextTrees
+from verifier_svc.speculation.ordinary_lookups import OrdinaryLookups
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 from verifier_svc.speculation.overlap_policy import OverlapPolicy
 from verifier_svc.speculation.plan import DraftPlan
@@ -77,6 +78,7 @@ class Speculator:
         self.lookup_round, self.model_round = LookupRound(*shared), ModelRound(*shared)
         self.outcomes = TreeOutcomes(self._routing, self.lookup_round, self.model_round)
         self.bounds = bounds
+        self._lookups = OrdinaryLookups(self.lookup_round, self.costs, settings.clock)
         self._lookup_record = LookupRecord()
         # What look-up drafters have for the next step.
         self._found: Found = {}
@@ -157,6 +159,7 @@ class Speculator:
         sequences that the batch will have, by which is decided whether a model pays for new ones.
         """
         self._batch = max(num_soon, 1)
+        self._lookups.begin_step(prefilling)
         for draft_round in (self.lookup_round, self.model_round):
             for drafter, attachment in draft_round.attached():
                 if not attachment.needs.captured_layers:
@@ -169,14 +172,12 @@ class Speculator:
         middle of their prompt.
         """
         self.costs.begin_step(self.drafters, len(decoding))
-        self.lookup_round.read_scouts()
         self.model_round.read_scouts()
         if self.limit.count(len(decoding)):
             # True plain decode. Drafters are sent these tokens when speculation returns.
             decoding = ()
         self._batch = batch = max(len(decoding), 1)
-        lookup_plans = self.lookup_round.plan(self.lookup_round.may_ask(decoding), batch)
-        self._found = self.lookup_round.run(lookup_plans)
+        lookup_plans, self._found = self._lookups.find(decoding, batch)
         plans = self.model_round.plan(decoding, batch)
         plans = [plan for plan in plans if not self._is_served(plan, batch)]
         plans = self.model_round.worth_waiting(plans, batch)
@@ -210,6 +211,7 @@ class Speculator:
             self.model_round.collect(attachment, found)
         self.costs.end_waits(self.drafters)
         self.trees.choose(found, self._batch)
+        self._lookups.observe(self.trees)
 
     def begin_overlap(self, drafting: OverlapDrafting, running: Seq[Sequence], max_depth: int) -> Lookups:
         """Begin a run of overlapped steps. Return its look-ups, with the trees of the next step.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from foretoken.drafting import DraftRequest
+from foretoken.drafting import DraftBatch, DraftRequest
 from foretoken.sampling import DraftShape, SpeculationOptions
 from tests.support.lookup_play import NUM_TOKENS, Knowing, Play, request
 from tests.support.runs import (
@@ -22,8 +23,8 @@ from tests.support.scripted_drafter import Nodes
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.speculation.draft_round import SEND_BEHIND
 from verifier_svc.speculation.gap_times import FIRST_GAP_S, GapTimes, StepGaps
+from verifier_svc.speculation.lookup_pace import ASKS_A_TRY, RARELY_FROM, RAREST_TRY, TRY_EVERY
 from verifier_svc.speculation.lookup_yield import PRIOR_TOKENS, LookupYield
-from verifier_svc.speculation.lookups import RAREST_TRY, TRY_EVERY
 
 
 def test_useless_lookups_are_tried_now_and_then_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +59,28 @@ def test_a_large_batch_asks_rarely_while_look_ups_do_not_pay(monkeypatch: pytest
     # Without what may be sent later, in one piece.
     least = [[*r.prompt, *e.token_ids[: -SEND_BEHIND - NODES]] for r, e in zip(requests, play.expected, strict=True)]
     assert all(any(text[: len(known)] == known for text in play.lookup.learnt) for known in least)
+
+
+def test_rows_of_a_large_batch_scout_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All in one step would take the host longer than the step. Each row is asked as often."""
+    monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 1e9)
+    num_rows = RARELY_FROM
+    play = Play([greedy(seed, 6, 150) for seed in range(1, num_rows + 1)], (), with_model=False, num_steps=0)
+    asked: list[list[int]] = []
+    draft = play.lookup.draft
+
+    def note(asks: DraftRequest) -> DraftBatch:
+        asked.append(asks.batch_slots[asks.max_nodes > 1].tolist())
+        return draft(asks)
+
+    monkeypatch.setattr(play.lookup, "draft", note)
+    play.run()
+    assert play.runs.num_ordinary == 0
+    # Before the first turn rows are asked together.
+    rare = [rows for rows in asked if 0 < len(rows) < num_rows]
+    assert len(rare) > 20 and max(map(len, rare)) <= num_rows / ASKS_A_TRY
+    counts = Counter(slot for rows in rare for slot in rows)
+    assert len(counts) == num_rows and max(counts.values()) <= min(counts.values()) + 2
 
 
 @pytest.mark.parametrize("case", ["prediction", "fixed shape"])
@@ -98,21 +121,21 @@ def test_look_ups_that_find_little_are_not_waited_for(monkeypatch: pytest.Monkey
     # One of the harness's plain steps: less than the promises of few rows are worth.
     monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 1.0)
 
-    def num_late() -> int:
+    def num_late(seed: int) -> int:
         play = Play([greedy(seed, 6, 150) for seed in range(1, 9)], range(NUM_TOKENS), with_model=False, num_steps=0)
-        found_tree, chance = play.lookup._tree, random.Random(1)
+        found_tree, chance = play.lookup._tree, random.Random(seed)
 
         def tree(asked: DraftRequest, row: int, known: list[int]) -> Nodes:
-            return found_tree(asked, row, known)[: None if chance.random() < 0.5 else 1]
+            return found_tree(asked, row, known)[: None if chance.random() < 0.35 else 1]
 
         monkeypatch.setattr(play.lookup, "_tree", tree)
         play.run()
         assert play.runs.num_ordinary == 0
         return sum(count > 0 for step in play.runs.steps for count in step.num_found)
 
-    late = num_late()
+    late = sum(map(num_late, range(1, 6)))
     monkeypatch.setattr(LookupYield, "observe", lambda self, promised, found, num_rows: None)
-    assert late < 0.75 * num_late()
+    assert late < 0.75 * sum(map(num_late, range(1, 6)))
 
 
 @pytest.mark.parametrize("gap_s", [0.0, 1e9])

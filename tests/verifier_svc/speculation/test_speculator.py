@@ -14,7 +14,7 @@ from tests.support.draft_requests import draft_batch
 from tests.support.engine_harness import Harness, Request, TestSource
 from tests.support.hash_target import HashTarget
 from verifier_svc.scheduling.sequence import digest_of_salt
-from verifier_svc.speculation.draft_round import SCOUT_EVERY, SCOUT_TOGETHER_FROM
+from verifier_svc.speculation.lookup_pace import ASKS_A_TRY, RARELY_FROM
 
 VOCAB = 40
 PROMPT = [1, 2, 3]
@@ -133,7 +133,7 @@ def test_rows_of_a_large_batch_scout_together() -> None:
         HashTarget(VOCAB, 300, 4), vocab_size=VOCAB, num_blocks=300, block_size=4, drafters={"notebook": drafter}
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=80)
-    num_rows = SCOUT_TOGETHER_FROM
+    num_rows = RARELY_FROM
     for i in range(num_rows):
         harness.submit(Request([1, 2, i], sampling))
         harness.step()
@@ -146,7 +146,7 @@ def test_rows_of_a_large_batch_scout_together() -> None:
                 asking_steps.append(number)
                 asked |= set(request.batch_slots[request.max_nodes > 1].tolist())
     assert len(asked) == num_rows
-    assert len(asking_steps) > 2 and len({number % SCOUT_EVERY for number in asking_steps}) == 1
+    assert len(asking_steps) > 2 and len({number % ASKS_A_TRY for number in asking_steps}) == 1
     harness.drain()
 
 

@@ -1,0 +1,161 @@
+"""When ordinary steps ask look-up drafters, and wait for them: what these promise, find and cost."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from foretoken.drafting import DraftBatch, DraftRequest
+from foretoken.sampling import DraftShape, SamplingParams, SpeculationOptions
+from tests.support.engine_harness import Harness, Request
+from tests.support.hash_target import HashTarget
+from tests.support.lookup_play import Knowing
+from tests.support.scripted_drafter import Nodes
+from verifier_svc.speculation.draft_round import SEND_BEHIND
+from verifier_svc.speculation.lookup_pace import ASKS_A_TRY, RARELY_FROM, RAREST_TRY, TRY_EVERY
+
+VOCAB = 40
+NUM_TOKENS = 230
+EVERYWHERE = range(NUM_TOKENS)
+# A step takes a millisecond, however many rows it has.
+COSTS = {1: 1e-3, 256: 1.001e-3}
+# More than any draft can save.
+DEAR_S = 1.0
+
+
+def new_harness(**options: object) -> Harness:
+    target = HashTarget(VOCAB, 1000, 4)
+    return Harness(target, vocab_size=VOCAB, num_blocks=1000, block_size=4, max_running=16, costs=COSTS, **options)  # type: ignore[arg-type]
+
+
+def new_request(number: int, num_tokens: int = NUM_TOKENS) -> Request:
+    return Request([1, 2, number], SamplingParams(temperature=0.0, max_tokens=num_tokens))
+
+
+class Timed(Knowing):
+    """A drafter that works while it is asked, ``ask_s`` of the clock for each request."""
+
+    def __init__(self, known: Container[int], texts: list[tuple[list[int], list[int]]], ask_s: float) -> None:
+        super().__init__(known, texts)
+        self.now, self._ask_s = 0.0, ask_s
+        # The output that each row had which was asked something, by its prompt's last token.
+        self.places: list[tuple[int, int]] = []
+
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        if max(request.max_nodes) > 1:
+            self.now += self._ask_s
+        return super().draft(request)
+
+    def _tree(self, request: DraftRequest, row: int, known: list[int]) -> Nodes:
+        if request.max_nodes[row] > 1:
+            self.places.append((known[2], len(known) - 3))
+        return super()._tree(request, row, known)
+
+
+class Batch:
+    """Requests in ordinary steps with one look-up drafter."""
+
+    def __init__(self, requests: list[Request], known: Container[int], ask_s: float = 0.0) -> None:
+        outputs = [result.token_ids for result in new_harness().run([request.plain() for request in requests])]
+        self.texts = [(list(request.prompt), output) for request, output in zip(requests, outputs, strict=True)]
+        self.drafter = Timed(known, self.texts, ask_s)
+        self.harness = new_harness(drafters={"quick": self.drafter}, clock=lambda: self.drafter.now)
+        # The steps that asked.
+        self.asking: list[int] = []
+
+    @property
+    def num_awaited(self) -> int:
+        return self.harness.speculator.counters["quick"].num_awaited
+
+    def step(self) -> None:
+        before = len(self.drafter.places)
+        self.harness.step()
+        if len(self.drafter.places) > before:
+            self.asking.append(self.harness.num_steps)
+
+    def run(self, requests: list[Request]) -> None:
+        keys = [self.harness.submit(request) for request in requests]
+        while not all(self.harness.results[key].is_done for key in keys):
+            self.step()
+        outputs = [output for _, output in self.texts]
+        assert [self.harness.results[key].token_ids for key in keys] == outputs[: len(keys)]
+
+
+def test_a_large_batch_that_finds_nothing_is_asked_ever_more_rarely() -> None:
+    requests = [new_request(number) for number in range(RARELY_FROM)]
+    batch = Batch(requests, ())
+    batch.run(requests)
+    waits = [later - before for before, later in pairwise(batch.asking)]
+    # Rows that pause may leave steps out, so some waits are as long as two.
+    assert max(waits[: len(waits) // 2]) < waits[-1] and waits[-1] > TRY_EVERY
+    assert max(waits) <= 2 * RAREST_TRY // ASKS_A_TRY
+    assert batch.num_awaited == 0
+    # Texts are sent as they grow, and all of them together.
+    assert max(batch.drafter.num_new) <= RARELY_FROM * (SEND_BEHIND + 1)
+    learnt = batch.drafter.learnt
+    assert all(
+        any(text[:-SEND_BEHIND] == known[: len(text) - SEND_BEHIND] for known in learnt)
+        for text in ([*prompt, *output] for prompt, output in batch.texts)
+    )
+    assert len(batch.drafter.num_new) < NUM_TOKENS / 8 + len(batch.asking)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, RARELY_FROM])
+@pytest.mark.parametrize("is_dear", [False, True])
+def test_a_step_waits_for_look_ups_that_save_more_than_asking_takes(num_rows: int, is_dear: bool) -> None:
+    requests = [new_request(number) for number in range(num_rows)]
+    batch = Batch(requests, EVERYWHERE, DEAR_S if is_dear else 0.0)
+    batch.run(requests)
+    num_steps = batch.harness.num_steps
+    if is_dear:
+        # What asking takes is believed step by step.
+        assert 0 < batch.num_awaited < 10 + num_steps / TRY_EVERY
+        assert num_steps > NUM_TOKENS / 2
+    else:
+        assert batch.num_awaited > 0.8 * num_steps and num_steps < NUM_TOKENS / 4
+
+
+def test_look_ups_that_do_not_pay_make_a_large_batch_ask_rarely() -> None:
+    requests = [new_request(number) for number in range(RARELY_FROM)]
+    batch = Batch(requests, EVERYWHERE, DEAR_S)
+    batch.run(requests)
+    late = [step for step in batch.asking if step > 50]
+    # A find of scouts is followed once.
+    assert 0 < len(late) < (batch.harness.num_steps - 50) / 4
+
+
+@pytest.mark.parametrize("case", ["prediction", "fixed shape"])
+def test_one_that_says_what_to_look_up_is_asked_at_once_and_in_each_step(case: str) -> None:
+    requests = [new_request(number) for number in range(RARELY_FROM)]
+    late = new_request(20, 40)
+    if case == "fixed shape":
+        late = replace(late, speculation=SpeculationOptions(drafter="quick", shape=DraftShape(3, 1, 4)))
+    batch = Batch([*requests, late], EVERYWHERE, DEAR_S)
+    if case == "prediction":
+        late = replace(late, prediction=batch.texts[-1][1])
+    for request in requests:
+        batch.harness.submit(request)
+    for _ in range(100):
+        batch.step()
+    key = batch.harness.submit(late)
+    before = batch.harness.num_steps
+    while not batch.harness.results[key].is_done:
+        batch.step()
+    places = [place for number, place in batch.drafter.places if number == 20]
+    assert places[0] == 1 and len(places) >= batch.harness.num_steps - before - 2
+    assert batch.harness.num_steps - before < 25, "it drafts"
+    assert batch.harness.results[key].token_ids == batch.texts[-1][1]
+
+
+def test_a_large_batch_follows_what_its_scouts_find() -> None:
+    """The text begins to repeat late. From the first find on it is asked for in each step."""
+    requests = [new_request(number) for number in range(RARELY_FROM)]
+    batch = Batch(requests, range(100, NUM_TOKENS))
+    batch.run(requests)
+    first = next(index for index, (_, place) in enumerate(batch.drafter.places) if place >= 100)
+    first_step = 1 + batch.drafter.places[first][1]
+    late = [step for step in batch.asking if step >= first_step]
+    assert late[-1] - late[0] < 1.3 * len(late) and batch.num_awaited > 0.7 * len(late)

@@ -1,0 +1,91 @@
+"""Which rows ask look-up drafters in a step, and which steps wait for what they ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from verifier_svc.scheduling.sequence import Sequence
+from verifier_svc.speculation.draft_round import LookupRound
+
+# Steps after which look-ups are tried although they do not promise what waiting for them costs: at
+# first, and at most where tries do not change that.
+TRY_EVERY, RAREST_TRY = 16, 256
+# In batches from this size on whose look-ups do not pay, a row is asked so many times as often as
+# look-ups are tried.
+RARELY_FROM, ASKS_A_TRY = 8, 4
+
+
+class LookupPace:
+    """The pace of one kind of steps, overlapped or ordinary. Used by the engine thread alone.
+
+    Where look-ups pay, and in a small batch, each row is asked in each step. Elsewhere rows are
+    asked ever more rarely, and steps wait for look-ups only to try them.
+
+    Args:
+        in_turns: whether rows that scout are asked in different steps, where a running step hides
+            what that takes; else all in the same step, because a request costs more than its rows.
+    """
+
+    def __init__(self, lookup_round: LookupRound, *, in_turns: bool) -> None:
+        self._round, self._in_turns = lookup_round, in_turns
+        # Whether rows are asked in the next step too. Steps so far; those since all rows were
+        # asked, or all that ask in earnest; and those since the last call of ``waits``.
+        self._asks_again = True
+        self._num_steps, self._num_unasked, self._num_uncounted = 0, 0, 0
+        # Steps since one waited for look-ups, and after how many the next one does.
+        self._num_without, self._try_after = 0, TRY_EVERY
+
+    def asked(self, rows: Items[Sequence], batch: int, *, at_once: bool) -> Items[Sequence]:
+        """Return the rows that are asked what they want to look up. Called once a step.
+
+        Args:
+            rows: those that decode and have look-up drafters.
+            batch: rows of the step.
+            at_once: whether all are asked in any case.
+        """
+        self._num_steps += 1
+        self._num_unasked += 1
+        self._num_uncounted += 1
+        every = self._try_after // ASKS_A_TRY
+        is_due = at_once or self._asks_again or batch < RARELY_FROM
+        if is_due or (not self._in_turns and self._num_unasked >= every):
+            self._pass_steps(rows, self._num_unasked)
+            self._num_unasked = 0
+            self._asks_again = any(self._round.bounds(sequence).is_fixed for sequence in rows)
+            return rows
+        return self._turn_of(rows, every) if self._in_turns else ()
+
+    def _turn_of(self, rows: Items[Sequence], every: int) -> list[Sequence]:
+        """Return those that scout in this step, and now and then all that ask in earnest.
+
+        These only pay together.
+        """
+        gate, turn = self._round.gate, self._num_steps % every
+        scouts = [s for s in rows if s.batch_slot % every == turn and gate(s).is_scouting]
+        self._pass_steps(scouts, every)
+        if self._num_unasked < every:
+            return scouts
+        in_earnest = [sequence for sequence in rows if not gate(sequence).is_scouting]
+        self._pass_steps(in_earnest, self._num_unasked)
+        self._num_unasked = 0
+        return scouts + in_earnest
+
+    def _pass_steps(self, rows: Items[Sequence], num_steps: int) -> None:
+        """Let gates know that rows are asked in one step of so many."""
+        if num_steps > 1:
+            for sequence in rows:
+                self._round.gate(sequence).pass_steps(num_steps - 1)
+
+    def waits(self, *, pays: bool) -> bool:
+        """Return whether the step waits for look-ups: they pay, or are tried.
+
+        Called only in a step that asks.
+        """
+        self._num_without += self._num_uncounted
+        self._num_uncounted = 0
+        self._asks_again |= pays
+        if not pays and self._num_without < self._try_after:
+            return False
+        self._num_without = 0
+        self._try_after = TRY_EVERY if pays else min(2 * self._try_after, RAREST_TRY)
+        return True
