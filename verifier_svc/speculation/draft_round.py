@@ -137,7 +137,9 @@ class DraftRound(ABC):
 
         ``max_depth``: most edges from a root.
         """
-        rows = []
+        rows: list[DraftRow] = []
+        if not plans:
+            return rows
         room, can_wait = attachment.sent.most_new_tokens, attachment.can_afford_wait()
         for plan in plans:
             if room <= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
+from foretoken.models.device_batch import seq_bucket
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.draft_round import LookupRound
 
@@ -13,6 +14,18 @@ TRY_EVERY, RAREST_TRY = 16, 256
 # In batches from this size on whose look-ups do not pay, a row is asked so many times as often as
 # look-ups are tried.
 RARELY_FROM, ASKS_A_TRY = 8, 4
+
+
+class _Tries:
+    """The tries in batches of one size: in a small one, look-ups may pay that do not in a large one.
+
+    Attributes:
+        num_without: steps since one waited for look-ups.
+        after: such steps after which the next one does.
+    """
+
+    def __init__(self) -> None:
+        self.num_without, self.after = 0, TRY_EVERY
 
 
 class LookupPace:
@@ -32,8 +45,9 @@ class LookupPace:
         # asked, or all that ask in earnest; and those since the last call of ``waits``.
         self._asks_again = True
         self._num_steps, self._num_unasked, self._num_uncounted = 0, 0, 0
-        # Steps since one waited for look-ups, and after how many the next one does.
-        self._num_without, self._try_after = 0, TRY_EVERY
+        # By rounded batch size.
+        self._tries: dict[int, _Tries] = {}
+        self._latest = _Tries()
 
     def asked(self, rows: Items[Sequence], batch: int, *, at_once: bool) -> Items[Sequence]:
         """Return the rows that are asked what they want to look up. Called once a step.
@@ -46,7 +60,8 @@ class LookupPace:
         self._num_steps += 1
         self._num_unasked += 1
         self._num_uncounted += 1
-        every = self._try_after // ASKS_A_TRY
+        self._latest = self._tries.setdefault(seq_bucket(batch), _Tries())
+        every = self._latest.after // ASKS_A_TRY
         is_due = at_once or self._asks_again or batch < RARELY_FROM
         if is_due or (not self._in_turns and self._num_unasked >= every):
             self._pass_steps(rows, self._num_unasked)
@@ -81,11 +96,12 @@ class LookupPace:
 
         Called only in a step that asks.
         """
-        self._num_without += self._num_uncounted
-        self._num_uncounted = 0
+        num_uncounted, self._num_uncounted = self._num_uncounted, 0
+        tries = self._latest
+        tries.num_without += num_uncounted
         self._asks_again |= pays
-        if not pays and self._num_without < self._try_after:
+        if not pays and tries.num_without < tries.after:
             return False
-        self._num_without = 0
-        self._try_after = TRY_EVERY if pays else min(2 * self._try_after, RAREST_TRY)
+        tries.num_without = 0
+        tries.after = TRY_EVERY if pays else min(2 * tries.after, RAREST_TRY)
         return True

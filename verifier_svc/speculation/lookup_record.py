@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from verifier_svc.speculation.gap_times import StepGaps
-from verifier_svc.speculation.lookup_yield import LookupYield
+from verifier_svc.speculation.lookup_yield import LookupYields
 from verifier_svc.speculation.model_yield import ModelYield
 
 
@@ -15,10 +15,10 @@ class LookupRecord:
 
     Attributes:
         gaps: how late a step is launched that waits for look-ups.
-        lookup_yield: what look-ups find of what rows promise.
+        lookup_yields: what look-ups find of what rows promise.
         model_yield: what the model's trees yield where a look-up finds something.
     """
 
     gaps: StepGaps = field(default_factory=StepGaps)
-    lookup_yield: LookupYield = field(default_factory=LookupYield)
+    lookup_yields: LookupYields = field(default_factory=LookupYields)
     model_yield: ModelYield = field(default_factory=ModelYield)

@@ -6,6 +6,7 @@ nothing of the times when nothing is, nor of nodes that are not worth their rows
 
 from __future__ import annotations
 
+from foretoken.models.device_batch import seq_bucket
 from verifier_svc.speculation.costs import DraftCosts
 
 # Before anything was looked up promises are taken to be kept, with this many tokens' worth of
@@ -52,3 +53,15 @@ class LookupYield:
         """
         rows_s = costs.plain_step_s(num_rows + self.num_rows(promised)) - costs.plain_step_s(num_rows)
         return self.tokens(promised) * token_s - rows_s
+
+
+class LookupYields:
+    """The yields in batches of each size: nodes that pay in a small one do not in a large one."""
+
+    def __init__(self) -> None:
+        # By rounded batch size.
+        self._yields: dict[int, LookupYield] = {}
+
+    def of(self, batch: int) -> LookupYield:
+        """Return the yield with ``batch`` sequences."""
+        return self._yields.setdefault(seq_bucket(batch), LookupYield())

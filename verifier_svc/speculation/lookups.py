@@ -145,7 +145,9 @@ class Lookups:
         drafting, batch = self._drafting, self._batch
         tokens = 1.0 if drafting.controller is None else drafting.controller.controller.expected_tokens(drafting.shape)
         token_s = drafting.step_s(drafting.shape, batch, self._costs) / (batch * tokens)
-        return self._record.lookup_yield.gain_s(self._promised, batch * drafting.shape.rows, token_s, self._costs)
+        return self._record.lookup_yields.of(batch).gain_s(
+            self._promised, batch * drafting.shape.rows, token_s, self._costs
+        )
 
     def _model_tokens(self, sequence: Sequence) -> float:
         """Return the tokens that a step with the model's tree should yield.
@@ -196,7 +198,7 @@ class Lookups:
             if batch_row.sequence in trees:
                 found += max(sum(draft.chances) - self._model_tokens(batch_row.sequence), 0.0)
                 num_rows += max(draft.tree.num_nodes - batch_row.width, 0)
-        self._record.lookup_yield.observe(self._promised, found, num_rows)
+        self._record.lookup_yields.of(self._batch).observe(self._promised, found, num_rows)
 
     def observe_gap(self, seconds: float) -> None:
         """Learn how long after the end of the last step the next one was launched."""

@@ -10,7 +10,7 @@ from verifier_svc.speculation.costs import DraftCosts
 from verifier_svc.speculation.draft_round import SEND_BEHIND, Found, LookupRound
 from verifier_svc.speculation.gap_times import GapTimes
 from verifier_svc.speculation.lookup_pace import RARELY_FROM, LookupPace
-from verifier_svc.speculation.lookup_yield import LookupYield
+from verifier_svc.speculation.lookup_yield import LookupYields
 from verifier_svc.speculation.next_trees import NextTrees
 from verifier_svc.speculation.plan import DraftPlan
 
@@ -27,7 +27,7 @@ class OrdinaryLookups:
 
     def __init__(self, lookup_round: LookupRound, costs: DraftCosts, clock: Callable[[], float]) -> None:
         self._round, self._costs, self._clock = lookup_round, costs, clock
-        self._pace, self._yield = LookupPace(lookup_round, in_turns=False), LookupYield()
+        self._pace, self._yields = LookupPace(lookup_round, in_turns=False), LookupYields()
         # What a step takes for asking that waits for look-ups.
         self._times = GapTimes()
         # Whether a sequence that joins looks up from its first token on, and whether this step asks
@@ -36,6 +36,7 @@ class OrdinaryLookups:
         # The plans for which the next step waits, and the tokens that they promise beyond one each.
         self._awaited: list[DraftPlan] = []
         self._promised = 0.0
+        self._batch = 1
 
     def begin_step(self, joining: Items[Sequence]) -> None:
         """Begin a step; ``joining``: the sequences whose prompts it computes."""
@@ -46,6 +47,7 @@ class OrdinaryLookups:
 
         Return what was asked, and what was found in time.
         """
+        self._batch = batch
         # Once only: what is found again and does not pay would be asked for in each step.
         self._follows = self._round.read_scouts() and not self._follows
         began = self._clock()
@@ -86,7 +88,7 @@ class OrdinaryLookups:
         if any(plan.bounds.is_fixed or plan.sequence.submission.prediction_ids for plan in plans):
             return True
         token_s = self._costs.step_s(batch) / batch
-        gain_s = self._yield.gain_s(self._promised, batch, token_s, self._costs)
+        gain_s = self._yields.of(batch).gain_s(self._promised, batch, token_s, self._costs)
         return bool(plans) and gain_s >= self._times.seconds(batch)
 
     def observe(self, trees: NextTrees) -> None:
@@ -95,5 +97,5 @@ class OrdinaryLookups:
             return
         drafts = [draft for plan in self._awaited if (draft := trees.of(plan.sequence)) is not None]
         chances = [chance for draft in drafts for chance in self._round.chances(draft)]
-        self._yield.observe(self._promised, sum(chances), len(chances))
+        self._yields.of(self._batch).observe(self._promised, sum(chances), len(chances))
         self._awaited = []
