@@ -12,8 +12,8 @@ from verifier_svc.speculation.draft_round import LookupRound
 # first, and at most where tries do not change that.
 TRY_EVERY, RAREST_TRY = 16, 256
 # In batches from this size on whose look-ups do not pay, a row is asked so many times as often as
-# look-ups are tried.
-RARELY_FROM, ASKS_A_TRY = 8, 4
+# look-ups are tried. A load of eight streams often has seven rows.
+RARELY_FROM, ASKS_A_TRY = 5, 4
 
 
 class _Tries:

@@ -23,7 +23,7 @@ from tests.support.scripted_drafter import Nodes
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.speculation.draft_round import SEND_BEHIND
 from verifier_svc.speculation.gap_times import FIRST_GAP_S, GapTimes, StepGaps
-from verifier_svc.speculation.lookup_pace import ASKS_A_TRY, RARELY_FROM, RAREST_TRY, TRY_EVERY
+from verifier_svc.speculation.lookup_pace import ASKS_A_TRY, RAREST_TRY, TRY_EVERY
 from verifier_svc.speculation.lookup_yield import PRIOR_TOKENS, LookupYield
 
 
@@ -64,7 +64,7 @@ def test_a_large_batch_asks_rarely_while_look_ups_do_not_pay(monkeypatch: pytest
 def test_rows_of_a_large_batch_scout_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """All in one step would take the host longer than the step. Each row is asked as often."""
     monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 1e9)
-    num_rows = RARELY_FROM
+    num_rows = 2 * ASKS_A_TRY
     play = Play([greedy(seed, 6, 150) for seed in range(1, num_rows + 1)], (), with_model=False, num_steps=0)
     asked: list[list[int]] = []
     draft = play.lookup.draft
