@@ -59,9 +59,9 @@ class DraftRound(ABC):
         ]
 
     def read_scouts(self) -> bool:
-        """Learn what drafters found to the requests of the last step that nobody waited for.
+        """Learn from the answers of the last step that nobody waited for.
 
-        Return whether they found anything.
+        Return whether drafters found anything.
         """
         has_found = False
         for _, attachment in self.attached():
@@ -209,10 +209,11 @@ class LookupRound(DraftRound):
         sent = [attachment.sent for _, attachment in self.attached()]
         return max((len(s.tokens) - each.length(s) for each in sent for s in sequences), default=0)
 
-    def chances(self, draft: Draft) -> list[float]:
-        """Return the chances of the nodes of a draft that this round's drafters have found."""
+    def chances(self, drafts: Seq[Draft]) -> list[float]:
+        """Return the chances of those nodes that this round's drafters have found."""
         mine = {drafter.number for drafter in self._routing.drafters if not drafter.has_model}
-        return [chance for chance, source in zip(draft.chances, draft.sources, strict=True) if source in mine]
+        nodes = [node for draft in drafts for node in zip(draft.chances, draft.sources, strict=True)]
+        return [chance for chance, source in nodes if source in mine]
 
     def run(self, plans: list[DraftPlan], others: Seq[Sequence] = (), *, max_depth: int | None = None) -> Found:
         """Ask for what was planned, and wait for what the drafters have.

@@ -20,7 +20,7 @@ class LookupYield:
     """Used by the engine thread alone. All figures are of a step's whole batch."""
 
     def __init__(self) -> None:
-        # Sums over steps with look-ups of what ``observe`` is told.
+        # What ``observe`` was told, summed over steps with look-ups.
         self._promised = self._found = PRIOR_TOKENS
         self._rows = PRIOR_TOKENS
 
@@ -43,7 +43,7 @@ class LookupYield:
         return round(promised * self._rows / self._promised)
 
     def gain_s(self, promised: float, num_rows: int, token_s: float, costs: DraftCosts) -> float:
-        """Return the seconds that look-ups should save that promise so many tokens.
+        """Return the seconds that look-ups should save if they promise so many tokens.
 
         What the rows of their nodes take is subtracted.
 

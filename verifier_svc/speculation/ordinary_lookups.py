@@ -96,6 +96,6 @@ class OrdinaryLookups:
         if not self._awaited:
             return
         drafts = [draft for plan in self._awaited if (draft := trees.of(plan.sequence)) is not None]
-        chances = [chance for draft in drafts for chance in self._round.chances(draft)]
+        chances = self._round.chances(drafts)
         self._yields.of(self._batch).observe(self._promised, sum(chances), len(chances))
         self._awaited = []

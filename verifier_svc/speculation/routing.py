@@ -136,7 +136,7 @@ class DrafterRouting:
         return self._row(sequence).all
 
     def of_kind(self, sequence: Sequence, *, has_model: bool) -> Seq[DrafterHandle]:
-        """Return those of a row's drafters that have a model, or those that have none."""
+        """Return a row's drafters with a model, or those without one."""
         row = self._row(sequence)
         return row.models if has_model else row.lookups
 
