@@ -4,7 +4,7 @@ Their request queue and their checks are here, too.
 
 A transport moves each ``DraftRequest`` one way and its ``DraftBatch`` back, in order. It knows
 neither policies nor models. There are three: the arena (arena.py), the gRPC stream
-(verifier_svc/drafters/stream.py) and, below, the one for a drafter in the same process.
+(verifier_svc/drafters/stream.py) and the one for a drafter in the same process (in_process.py).
 """
 
 from __future__ import annotations
@@ -107,6 +107,23 @@ class DraftTransport(ABC):
     @abstractmethod
     def post(self, request: DraftRequest) -> None:
         """Send a request without waiting. Raises TransportClosedError if the drafter is gone."""
+
+    def post_unawaited(self, request: DraftRequest) -> None:
+        """Send a request that nobody waits for. Raises as ``post``.
+
+        The drafter may begin with it as late as ``begin_unawaited``.
+        """
+        self.post(request)
+
+    def begin_unawaited(self, least: int = 0) -> None:
+        """Let the drafter begin with what nobody waits for: the caller computes something else now.
+
+        Nothing is done for a drafter in another process.
+
+        Args:
+            least: new tokens for which another thread pays; fewer are learnt on the caller's.
+        """
+        return
 
     @abstractmethod
     def receive(self, timeout_s: float) -> DraftBatch | None:
@@ -402,72 +419,3 @@ class QueuedTransport(DraftTransport):
     @abstractmethod
     def _take_replies(self) -> DraftBatch | None:
         """Pair all replies that have arrived with their requests; return the awaited one."""
-
-
-class InProcessTransport(DraftTransport):
-    """A transport to a drafter in the same process and thread, whose ``post`` drafts.
-
-    It isolates nothing.
-    """
-
-    name = "in-process"
-
-    def __init__(
-        self,
-        drafter: Drafter,
-        counters: TransportCounters,
-        overlap_memory: OverlapMemory | None = None,
-    ) -> None:
-        """``overlap_memory``: device memory that the drafter also has."""
-        super().__init__()
-        self.overlap_memory = overlap_memory
-        self._drafter = drafter
-        self._counters = counters
-        self._batch: DraftBatch | None = None
-
-    def is_open(self) -> bool:
-        """Return whether the drafter has not raised."""
-        return not self._closed
-
-    def post(self, request: DraftRequest) -> None:
-        """Draft at once.
-
-        Raises TransportClosedError if the drafter raises, which ends its attachment.
-        """
-        with self._lock:
-            self._check_open()
-            self._batch = None
-            try:
-                self._batch = answer(self._drafter, request)
-            except MalformedBatchError:
-                self._counters.num_malformed += 1
-                return
-            except Exception as error:
-                self._closed = True
-                raise TransportClosedError(f"the drafter raised {error!r}") from error
-            if (self._batch.epoch, self._batch.step_id) != (request.epoch, request.step_id):
-                self._counters.num_malformed += 1
-                self._batch = None
-
-    def receive(self, timeout_s: float) -> DraftBatch | None:
-        """Return the reply at once; None if it was malformed."""
-        with self._lock:
-            self._check_open()
-            batch, self._batch = self._batch, None
-            return batch
-
-    def is_idle(self) -> bool:
-        return True
-
-    def release(self, batch_slots: Sequence[int]) -> None:
-        with self._lock:
-            self._check_open()
-            try:
-                self._drafter.release(batch_slots)
-            except Exception as error:
-                self._closed = True
-                raise TransportClosedError(f"the drafter raised {error!r}") from error
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from foretoken.drafting import DeviceStep, DraftBatch, DraftRequest
 from foretoken.transports.draft_parts import split_request
+from foretoken.transports.in_process import InProcessTransport
 from foretoken.transports.transport import (
     MAX_WAITING,
     WINDOW,
-    InProcessTransport,
     MalformedBatchError,
     RequestQueue,
     TransportClosedError,

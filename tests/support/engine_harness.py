@@ -11,7 +11,8 @@ from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.models.target_weights import TargetWeights
 from foretoken.results import TokenLogprobs, VerifiedTree
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from foretoken.transports.transport import InProcessTransport, TransportCounters
+from foretoken.transports.in_process import InProcessTransport
+from foretoken.transports.transport import TransportCounters
 from tests.support.block_books import check_blocks
 from verifier_svc.drafters.attachment import AttachmentSettings
 from verifier_svc.drafters.device_offer import DeviceOffer

@@ -292,3 +292,9 @@ class _Attachment:
         if not self.is_open():
             raise TransportClosedError("closed")
         self._oracle.post(request)
+
+    def post_unawaited(self, request: DraftRequest) -> None:
+        self.post(request)
+
+    def begin_unawaited(self, least: int = 0) -> None:
+        return

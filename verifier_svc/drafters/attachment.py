@@ -223,7 +223,11 @@ class Attachment:
             if released:
                 self.transport.release(released)
             request = self._fed_request(rows) if is_fed else request_of(self._settings.epoch, self._step_id, rows)
-            self.transport.post(request)
+            posted = Posted(self._step_id, rows, in_device_memory=is_fed)
+            if posted.is_awaited:
+                self.transport.post(request)
+            else:
+                self.transport.post_unawaited(request)
         except TransportClosedError as error:
             self._record.source.report_failure(str(error))
             return
@@ -231,7 +235,14 @@ class Attachment:
             self.sent.mark(row.batch_slot, row.generation, row.length)
         if self._catching_up_since is None and any(self.sent.takes_long(len(row.new_tokens)) for row in rows):
             self._catching_up_since = self._settings.clock()
-        self._posted = Posted(self._step_id, rows, in_device_memory=is_fed)
+        self._posted = posted
+
+    def begin_unawaited(self, least: int) -> None:
+        """Let the drafter begin as DraftTransport.begin_unawaited says."""
+        try:
+            self.transport.begin_unawaited(least)
+        except TransportClosedError as error:
+            self._record.source.report_failure(str(error))
 
     def _can_feed(self, rows: list[DraftRow]) -> bool:
         """Return whether device memory can take the rows. An idle drafter reads nothing there."""
@@ -310,7 +321,7 @@ class Attachment:
                 source.report_failure(self._settings.late_reason)
             return []
         budget.answer()
-        if batch.num_rows != len(posted.rows):
+        if batch.step_id != posted.step_id or batch.num_rows != len(posted.rows):
             return []
         return [
             (row.sequence, batch.tree(index).num_nodes > 1)

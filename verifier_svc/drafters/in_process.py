@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 
 from foretoken.drafter import Drafter
-from foretoken.drafting import TargetInfo
+from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.models.target_weights import TargetWeights
 from foretoken.tracing import TraceContext
-from foretoken.transports.transport import DraftTransport, InProcessTransport, probe_request
+from foretoken.transports.in_process import InProcessTransport
+from foretoken.transports.transport import DraftTransport, probe_request
 from verifier_svc.drafters.device_offer import DeviceOffer
 from verifier_svc.drafters.source import GAUGES_EVERY_S, DraftSource, checked_gauges
 
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 class InProcessClient(DraftSource):
     """A ``DraftSource`` around a drafter in this process.
 
-    Once the engine runs, its thread makes all calls to it.
+    Once the engine runs, its thread and the transport's make all calls to it, one at a time.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class InProcessClient(DraftSource):
 
     def close(self) -> None:
         self._retry_at = None
-        self._transport = None
+        self._drop_transport()
 
     def report_failure(self, reason: str) -> None:
         if self._transport is None:
@@ -101,7 +102,9 @@ class InProcessClient(DraftSource):
             memory = None
             if self._offer is not None:
                 memory = self._offer.in_process(self._drafter, self._target, self.needs)
-            transport = InProcessTransport(self._drafter, self._counters, memory)
+            # A model computes on the engine's thread, whose device and streams it uses.
+            has_thread = self.needs == DrafterNeeds()
+            transport = InProcessTransport(self._drafter, self._counters, memory, has_thread=has_thread)
             transport.post(probe_request(self._epoch, 0))
             transport.receive(0)
         except Exception as error:
@@ -113,8 +116,13 @@ class InProcessClient(DraftSource):
         logger.info("drafter %s (%s) attached in-process", self.name, self.algorithm)
         self._look_at_gauges()
 
+    def _drop_transport(self) -> None:
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
+
     def _break(self, reason: str) -> None:
-        self._transport = None
+        self._drop_transport()
         self.gauges = {}
         self.state, self.reason = "broken", reason
         self._retry_at = self._clock() + self._breaker.next_backoff_s()

@@ -204,6 +204,11 @@ class LookupRound(DraftRound):
             attachment.post(self.rows_to_send(drafter, attachment, others, drafted) + drafted)
             attachment.collect(self._worth_s)
 
+    def begin_unawaited(self, least: int = 0) -> None:
+        """Let drafters begin with what nobody waits for (DraftTransport.begin_unawaited)."""
+        for _, attachment in self.attached():
+            attachment.begin_unawaited(least)
+
     def most_behind(self, sequences: Seq[Sequence]) -> int:
         """Return how many tokens of one of these sequences a drafter was not sent, at most."""
         sent = [attachment.sent for _, attachment in self.attached()]
@@ -215,17 +220,14 @@ class LookupRound(DraftRound):
         nodes = [node for draft in drafts for node in zip(draft.chances, draft.sources, strict=True)]
         return [chance for chance, source in nodes if source in mine]
 
-    def run(self, plans: list[DraftPlan], others: Seq[Sequence] = (), *, max_depth: int | None = None) -> Found:
+    def run(self, plans: list[DraftPlan], *, max_depth: int | None = None) -> Found:
         """Ask for what was planned, and wait for what the drafters have.
 
-        Args:
-            others: sequences of which what is new is sent.
-            max_depth: most edges from the root of a tree.
+        ``max_depth``: most edges from the root of a tree.
         """
         found: Found = {}
         for drafter, attachment in self.attached():
-            drafted = self.rows_to_draft(drafter, attachment, plans, max_depth=max_depth)
-            attachment.post(self.rows_to_send(drafter, attachment, others, drafted) + drafted)
+            attachment.post(self.rows_to_draft(drafter, attachment, plans, max_depth=max_depth))
             self.collect(attachment, found)
         for plan in plans:
             if plan.key in found and all(draft.tree.num_nodes == 1 for draft in found[plan.key]):

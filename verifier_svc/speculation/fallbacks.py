@@ -28,12 +28,12 @@ class Fallbacks:
         if not self._trees.were_asked_for:
             return FallbackReason.FIRST_STEP
         key = sequence.batch_slot, sequence.generation
-        plans = [plan for plan in self._trees.plans if plan.key == key]
-        if key in self._trees.undrafted or (plans and not any(plan.awaited for plan in plans)):
+        is_awaited = self._trees.asked.get(key)
+        if key in self._trees.undrafted or is_awaited is False:
             return FallbackReason.NOTHING_FOUND
-        if plans and key not in self._trees.found:
+        if is_awaited and key not in self._trees.found:
             return FallbackReason.NO_DRAFT_IN_TIME
-        if not plans and not self._routing.of_kind(sequence, has_model=True):
+        if is_awaited is None and not self._routing.of_kind(sequence, has_model=True):
             # A look-up drafter that found nothing for long is asked less often.
             return FallbackReason.NOTHING_FOUND
         return FallbackReason.DRAFTS_DO_NOT_PAY

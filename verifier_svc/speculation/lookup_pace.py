@@ -49,33 +49,37 @@ class LookupPace:
         self._tries: dict[int, _Tries] = {}
         self._latest = _Tries()
 
-    def asked(self, rows: Items[Sequence], batch: int, *, at_once: bool) -> Items[Sequence]:
-        """Return the rows that are asked what they want to look up. Called once a step.
+    def begin_step(self, batch: int, *, at_once: bool) -> bool:
+        """Begin a step of ``batch`` rows. Return whether it asks all of them.
 
-        Args:
-            rows: those that decode and have look-up drafters.
-            batch: rows of the step.
-            at_once: whether all are asked in any case.
+        ``at_once``: whether it does in any case.
         """
         self._num_steps += 1
         self._num_unasked += 1
         self._num_uncounted += 1
         self._latest = self._tries.setdefault(seq_bucket(batch), _Tries())
-        every = self._latest.after // ASKS_A_TRY
-        is_due = at_once or self._asks_again or batch < RARELY_FROM
-        if is_due or (not self._in_turns and self._num_unasked >= every):
-            self._pass_steps(rows, self._num_unasked)
-            self._num_unasked = 0
-            self._asks_again = any(self._round.bounds(sequence).is_fixed for sequence in rows)
-            return rows
-        return self._turn_of(rows, every) if self._in_turns else ()
+        if at_once or self._asks_again or batch < RARELY_FROM:
+            return True
+        return not self._in_turns and self._num_unasked >= self._every
 
-    def _turn_of(self, rows: Items[Sequence], every: int) -> list[Sequence]:
+    @property
+    def _every(self) -> int:
+        """The steps after which a row is asked again where look-ups do not pay."""
+        return self._latest.after // ASKS_A_TRY
+
+    def ask_all(self, rows: Items[Sequence]) -> None:
+        """Ask all rows that decode and have look-up drafters."""
+        self._pass_steps(rows, self._num_unasked)
+        self._num_unasked = 0
+        self._asks_again = any(self._round.bounds(sequence).is_fixed for sequence in rows)
+
+    def ask_some(self, rows: Items[Sequence]) -> list[Sequence]:
         """Return those that scout in this step, and now and then all that ask in earnest.
 
         These only pay together.
         """
-        gate, turn = self._round.gate, self._num_steps % every
+        every, gate = self._every, self._round.gate
+        turn = self._num_steps % every
         scouts = [s for s in rows if s.batch_slot % every == turn and gate(s).is_scouting]
         self._pass_steps(scouts, every)
         if self._num_unasked < every:

@@ -20,6 +20,9 @@ from verifier_svc.speculation.plan import DraftPlan
 # batch would take the drafter too long to learn.
 SEND_EVERY = 16
 
+# New tokens from which a thread of its own pays for learning them while the engine's goes on.
+LEAST_FOR_A_THREAD = 256
+
 
 class PassedOver(NamedTuple):
     """A row that does not verify the tree that a look-up found.
@@ -111,7 +114,11 @@ class Lookups:
         prompts = [sequence for sequence in joining if not sequence.is_decoding]
         # One that joins has its first step now and may look up before its second one.
         had_new, self._has_new = self._has_new, any(map(self._round.asks_at_once, joining))
-        asked = self._pace.asked(asking, self._batch, at_once=had_new or self._has_new)
+        asked: Items[Sequence] = asking
+        if self._pace.begin_step(self._batch, at_once=had_new or self._has_new):
+            self._pace.ask_all(asking)
+        else:
+            asked = self._pace.ask_some(asking)
         plans = self._round.plan([s for s in asked if not self._round.gate(s).pauses()], self._batch)
         self._plans = [plan for plan in plans if plan.awaited]
         if not self._are_worth_waiting():
@@ -123,6 +130,7 @@ class Lookups:
         turn = self._num_prepared % SEND_EVERY
         others = [s for s in asking if s.batch_slot % SEND_EVERY == turn and s not in known]
         self._round.send(scouts, [*others, *prompts])
+        self._round.begin_unawaited(LEAST_FOR_A_THREAD)
 
     def _are_worth_waiting(self) -> bool:
         """Return whether the next step waits for what was planned.

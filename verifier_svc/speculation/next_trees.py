@@ -23,6 +23,8 @@ class NextTrees:
         self._drafts: dict[Key, Draft] = {}
         # Drafts without a node that is worth its row.
         self._passed_over: dict[Key, Draft] = {}
+        # Rows that asked, and whether the step waits for an answer.
+        self.asked: dict[Key, bool] = {}
         # Rows for which a draft came, and those of them that got only their root.
         self.found: set[Key] = set()
         self.undrafted: set[Key] = set()
@@ -40,7 +42,8 @@ class NextTrees:
 
     def clear(self) -> None:
         """Forget trees and plans: the step was made."""
-        self._drafts, self._passed_over, self.plans, self.were_asked_for = {}, {}, [], False
+        self._drafts, self._passed_over, self.plans, self.asked = {}, {}, [], {}
+        self.were_asked_for = False
 
     def drop(self, drafter: int) -> None:
         """Drop the trees that have nodes of this drafter."""
@@ -59,6 +62,7 @@ class NextTrees:
         plans: dict[Key, list[DraftPlan]] = {}
         for plan in self.plans:
             plans.setdefault(plan.key, []).append(plan)
+        self.asked = {key: any(plan.awaited for plan in mine) for key, mine in plans.items()}
         self.found = set(found)
         self.undrafted = {key for key, drafts in found.items() if all(draft.tree.num_nodes == 1 for draft in drafts)}
         drafts = {key: merge(drafts) for key, drafts in found.items() if key not in self.undrafted}

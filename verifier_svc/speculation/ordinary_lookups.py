@@ -14,6 +14,9 @@ from verifier_svc.speculation.lookup_yield import LookupYields
 from verifier_svc.speculation.next_trees import NextTrees
 from verifier_svc.speculation.plan import DraftPlan
 
+# Steps after which what is new of rows that ask nothing is looked at again.
+LOOK_EVERY = 16
+
 
 class OrdinaryLookups:
     """Used by the engine thread alone.
@@ -33,14 +36,25 @@ class OrdinaryLookups:
         # Whether a sequence that joins looks up from its first token on, and whether this step asks
         # because scouts have just found something.
         self._has_new, self._follows = False, False
+        # Steps until what is new of rows that ask nothing is looked at.
+        self._unsent_for = 0
         # The plans for which the next step waits, and the tokens that they promise beyond one each.
         self._awaited: list[DraftPlan] = []
         self._promised = 0.0
         self._batch = 1
 
-    def begin_step(self, joining: Items[Sequence]) -> None:
-        """Begin a step; ``joining``: the sequences whose prompts it computes."""
-        self._has_new = any(map(self._round.asks_at_once, joining))
+    def send_prompts(self, joining: Items[Sequence]) -> None:
+        """Begin a step by sending prompts that it computes: those whose trees are soon waited for.
+
+        The others are sent after it. On a CPU a pass over prompts has all cores, and a drafter that
+        learns at the same time would take one of them away.
+        """
+        if joining:
+            self._unsent_for = 0
+        new = [sequence for sequence in joining if self._round.asks_at_once(sequence)]
+        self._has_new = bool(new)
+        if new:
+            self._round.send([], new)
 
     def find(self, decoding: Items[Sequence], batch: int) -> tuple[list[DraftPlan], Found]:
         """Ask for the trees of the next step, and send what is new.
@@ -51,26 +65,43 @@ class OrdinaryLookups:
         # Once only: what is found again and does not pay would be asked for in each step.
         self._follows = self._round.read_scouts() and not self._follows
         began = self._clock()
+        is_due = self._pace.begin_step(batch, at_once=self._has_new or self._follows)
+        self._unsent_for -= 1
+        # What is left of ended sequences is sent with the last step at the latest.
+        if not is_due and self._unsent_for > 0 and decoding:
+            return [], {}
         asking = [sequence for sequence in decoding if self._round.asks(sequence)]
-        plans = self._plan(asking, batch) if asking else []
+        plans = self._plan(asking, batch) if is_due and asking else []
+        awaited = {plan.sequence for plan in self._awaited}
+        rest = [sequence for sequence in asking if sequence not in awaited]
+        is_behind = False
+        if self._unsent_for <= 0:
+            is_behind = self._round.most_behind(rest) >= SEND_BEHIND
+            # Long prompts are sent in parts.
+            self._unsent_for = 1 if is_behind else LOOK_EVERY
         planned = {plan.sequence for plan in plans}
         # A request costs more than its rows: if one must be sent, all are.
-        others = [sequence for sequence in asking if sequence not in planned]
-        if self._round.most_behind(others) < SEND_BEHIND:
-            others = []
-        if not self._awaited:
-            self._round.send(plans, others)
-            return plans, {}
-        found = self._round.run(plans, others)
-        self._times.observe(batch, self._clock() - began)
+        others = [sequence for sequence in rest if sequence not in planned] if is_behind else []
+        found: Found = {}
+        unawaited = plans
+        if awaited:
+            # All rows wait for these look-ups, but not for what drafters learn of others.
+            asked, unawaited = (
+                (self._awaited, [p for p in plans if p.sequence not in awaited]) if is_behind else (plans, [])
+            )
+            found = self._round.run(asked)
+            self._times.observe(batch, self._clock() - began)
+        if not awaited or is_behind:
+            self._round.send(unawaited, others)
+        if not decoding:
+            # There may be no next pass.
+            self._round.begin_unawaited()
         return plans, found
 
     def _plan(self, asking: Items[Sequence], batch: int) -> list[DraftPlan]:
         """Return what rows ask, and note for what the next step waits."""
-        asked = self._pace.asked(asking, batch, at_once=self._has_new or self._follows)
-        if not asked:
-            return []
-        plans = self._round.plan(asked, batch)
+        self._pace.ask_all(asking)
+        plans = self._round.plan(asking, batch)
         awaited = [plan for plan in plans if plan.awaited]
         # A large batch scouts rarely, too, where its rows have nothing to wait for.
         if (awaited or batch >= RARELY_FROM) and self._pace.waits(pays=self._pays(awaited, batch)):

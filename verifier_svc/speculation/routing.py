@@ -44,7 +44,9 @@ class DrafterRouting:
         self._new_handle, self._pays, self._rows = new_handle, pays, rows
         self._drafters: list[DrafterHandle] = []
         self._attached: list[DrafterHandle] = []
-        # The drafters of each row in this step: they are asked for many times.
+        # What the drafters of rows were chosen from, and those of each row: they are asked for many
+        # times in each step.
+        self._chosen_from: list[tuple[DrafterHandle, DraftSource, bool]] = []
         self._of_row: dict[Sequence, _RowDrafters] = {}
         self._trials = ModelTrials()
 
@@ -70,7 +72,10 @@ class DrafterRouting:
         """
         self._trials.begin_step(running)
         self._attached = [drafter for drafter in self._drafters if drafter.is_attached]
-        self._of_row.clear()
+        choice = [(drafter, drafter.source, drafter.has_model) for drafter in self._attached]
+        if choice != self._chosen_from:
+            self._chosen_from = choice
+            self._of_row.clear()
 
     def add(self, source: DraftSource) -> None:
         """Add a drafter. Under a name that was detached it gets that name's number back.

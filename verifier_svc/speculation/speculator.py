@@ -159,11 +159,14 @@ class Speculator:
         sequences that the batch will have, by which is decided whether a model pays for new ones.
         """
         self._batch = max(num_soon, 1)
-        self._lookups.begin_step(prefilling)
-        for draft_round in (self.lookup_round, self.model_round):
-            for drafter, attachment in draft_round.attached():
-                if not attachment.needs.captured_layers:
-                    attachment.post(draft_round.rows_to_send(drafter, attachment, prefilling))
+        self._lookups.send_prompts(prefilling)
+        for drafter, attachment in self.model_round.attached():
+            if not attachment.needs.captured_layers:
+                attachment.post(self.model_round.rows_to_send(drafter, attachment, prefilling))
+
+    def begin_pass(self) -> None:
+        """Let look-up drafters in this process learn while the target computes."""
+        self.lookup_round.begin_unawaited()
 
     def post(self, decoding: Seq[Sequence], prefilling: Seq[Sequence]) -> None:
         """Ask for the next step's trees.

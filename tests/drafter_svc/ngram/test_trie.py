@@ -27,7 +27,11 @@ from drafter_svc.ngram.trie import (
     PREVIOUS,
     ROOT,
     TOKEN,
+    extend_into_unused,
+    extend_paths,
+    find_and_touch,
     new_trie,
+    start_path,
 )
 
 NUM_BATCH_SLOTS = 3
@@ -221,3 +225,22 @@ def test_nodes_that_went_to_another_salt_are_not_drafted_from() -> None:
         assert harness.feed(0, generation, 1, []) == [4]
         assert harness.feed(0, generation, 1, [5]) == [5]
         harness.check()
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_paths_are_extended_alike_into_unused_nodes(data: st.DataObject) -> None:
+    """The short way and the one that may evict leave the same arrays behind."""
+    window = data.draw(st.integers(1, 4))
+    depth = window + 1
+    tries = [new_trie(400), new_trie(400)]
+    ends = [np.zeros((2, depth + 1), np.int32) for _ in tries]
+    stamps = [np.zeros((2, depth + 1), np.int64) for _ in tries]
+    found = np.zeros(depth, np.int32)
+    for text, token in data.draw(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3)), min_size=1, max_size=60)):
+        for trie, end, stamp, extend in zip(tries, ends, stamps, (extend_paths, extend_into_unused), strict=True):
+            start_path(trie, end[text], stamp[text], 5)
+            find_and_touch(trie, end[text], stamp[text], found, token)
+            extend(trie, end[text], stamp[text], found, token)
+    for first, second in zip((*tries[0], ends[0], stamps[0]), (*tries[1], ends[1], stamps[1]), strict=True):
+        np.testing.assert_array_equal(first, second)

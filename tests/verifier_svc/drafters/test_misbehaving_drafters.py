@@ -284,6 +284,12 @@ class SlowSource:
     def post(self, request: DraftRequest) -> None:
         self._inside.transport.post(request)  # type: ignore[union-attr]
 
+    def post_unawaited(self, request: DraftRequest) -> None:
+        self.post(request)
+
+    def begin_unawaited(self, least: int = 0) -> None:
+        return
+
     def release(self, batch_slots: Any) -> None:
         self._inside.transport.release(batch_slots)  # type: ignore[union-attr]
 

@@ -12,7 +12,7 @@ import torch
 from foretoken.drafting import FINAL_NORM, DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.models.batch import ForwardBatch
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from foretoken.transports.transport import InProcessTransport
+from foretoken.transports.in_process import InProcessTransport
 from tests.support.draft_requests import draft_batch
 from tests.support.engine_harness import Harness, Request
 from tests.support.hash_target import HIDDEN_SIZE, HashTarget, hidden_state_of

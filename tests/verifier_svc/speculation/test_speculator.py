@@ -100,11 +100,11 @@ def test_a_row_says_what_it_is_and_how_it_is_sampled() -> None:
         "seeds": [2**63 + 3],
         "batch_slots": [0],
         "generations": first.generations.tolist(),
-        "lengths": [len(PROMPT)],
+        "lengths": [len(PROMPT) + 1],
         "prompt_lengths": [len(PROMPT)],
-        "max_nodes": [1],
-        "max_depths": [1],
-        "max_branches": [1],
+        "max_nodes": [8],
+        "max_depths": [7],
+        "max_branches": [8],
         "choice_indices": [2],
         "top_ks": [5],
         "temperatures": [0.5],
@@ -116,14 +116,14 @@ def test_a_row_says_what_it_is_and_how_it_is_sampled() -> None:
 
 
 def test_a_find_is_asked_for_in_earnest_in_the_next_step() -> None:
-    drafter = Notebook(first_find=8)
+    drafter = Notebook(first_find=7)
     harness = run(drafter)
     counters = harness.speculator.counters["notebook"]
     assert counters.num_drafts >= 1
     lengths = [int(request.lengths[0]) for request in drafter.requests]
-    # Scouted with pauses; the eighth request's find is seen a step later, and requested then.
-    assert lengths[7] - lengths[6] > 2
-    assert lengths[8] - lengths[7] == 1
+    # Scouted with pauses; the seventh request's find is seen a step later, and requested then.
+    assert lengths[6] - lengths[5] > 2
+    assert lengths[7] - lengths[6] == 1
 
 
 def test_rows_of_a_large_batch_scout_together() -> None:
@@ -168,12 +168,22 @@ def test_a_request_that_wants_no_drafts_is_not_sent() -> None:
     assert drafter.requests == []
 
 
-def test_a_prompt_is_sent_ahead_of_the_first_ask() -> None:
+@pytest.mark.parametrize("has_prediction", [False, True])
+def test_a_prompt_is_sent_ahead_if_its_first_ask_is_waited_for(*, has_prediction: bool) -> None:
     drafter = Notebook(first_find=1)
-    run(drafter)
+    harness = Harness(
+        HashTarget(VOCAB, 100, 4), vocab_size=VOCAB, num_blocks=100, block_size=4, drafters={"notebook": drafter}
+    )
+    prediction = [1, 2, 3] if has_prediction else []
+    harness.run([Request(PROMPT, SamplingParams(temperature=0.0, max_tokens=9), prediction=prediction)])
     first, second = drafter.requests[:2]
-    assert first.new_tokens.tolist() == PROMPT and first.max_nodes.tolist() == [1]
-    assert len(second.new_tokens) == 1 and second.max_nodes[0] > 1
+    if has_prediction:
+        assert first.new_tokens.tolist() == PROMPT and first.max_nodes.tolist() == [1]
+        first = second
+        assert len(first.new_tokens) == 1
+    else:
+        assert first.new_tokens.tolist()[: len(PROMPT)] == PROMPT
+    assert first.max_nodes[0] > 1
 
 
 def test_waits_are_counted_for_the_drafter_that_was_waited_for() -> None:
