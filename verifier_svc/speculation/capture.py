@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.routing import DrafterRouting
 
@@ -13,8 +14,9 @@ class Capture:
 
     def __init__(self, routing: DrafterRouting) -> None:
         self._routing = routing
-        # The layers that this step captures.
+        # The layers that this step captures, and the drafters that want some.
         self.layers: tuple[int, ...] = ()
+        self._capturing: list[DrafterHandle] = []
 
     def begin_step(self, sequences: Seq[Sequence]) -> tuple[int, ...]:
         """Return the layers that attached drafters want of this step.
@@ -22,7 +24,8 @@ class Capture:
         Hidden states of other layers are of no use any more. A drafter that attaches later takes
         part from the next step on.
         """
-        wanted = tuple(dict.fromkeys(layer for drafter in self._routing.attached for layer in drafter.layers))
+        self._capturing = [drafter for drafter in self._routing.attached if drafter.layers]
+        wanted = tuple(dict.fromkeys(layer for drafter in self._capturing for layer in drafter.layers))
         if wanted != self.layers:
             self.layers = wanted
             for sequence in sequences:
@@ -31,7 +34,14 @@ class Capture:
 
     def is_wanted(self, sequence: Sequence) -> bool:
         """Return whether a drafter of this sequence wants hidden states."""
-        return bool(self.layers) and any(drafter.layers for drafter in self._routing.of(sequence))
+        return any(drafter.layers for drafter in self._of(sequence))
+
+    def _of(self, sequence: Sequence) -> list[DrafterHandle]:
+        """Return the drafters of a sequence that wanted hidden states as the step began."""
+        if not self._capturing:
+            return []
+        mine = self._routing.of(sequence)
+        return [drafter for drafter in self._capturing if drafter in mine]
 
     def num_rerun(self, sequence: Sequence) -> int:
         """Return how many earlier positions must run again for their hidden states.
@@ -45,8 +55,8 @@ class Capture:
 
     def forget_sent(self, sequence: Sequence) -> None:
         """Drop the hidden states of a sequence that all its drafters were sent."""
-        attachments = [drafter.attachment for drafter in self._routing.of(sequence)]
-        sent = [a.sent.length(sequence) for a in attachments if a is not None and a.needs.captured_layers]
+        attachments = [drafter.attachment for drafter in self._of(sequence)]
+        sent = [attachment.sent.length(sequence) for attachment in attachments if attachment is not None]
         if sent:
             # The hidden state at position sent - 1 belongs to the first token that was not sent.
             sequence.hidden_states.forget_before(min(sent) - 1)

@@ -294,7 +294,9 @@ class ModelRound(DraftRound):
                 behind = [
                     s
                     for s in decoding
-                    if s.batch_slot not in asked and len(s.tokens) - attachment.sent.length(s) >= least
+                    if drafter in self._routing.of_kind(s, has_model=True)
+                    and s.batch_slot not in asked
+                    and len(s.tokens) - attachment.sent.length(s) >= least
                 ]
                 rows += self.rows_to_send(drafter, attachment, behind)
             # A model writes the KV entries that it still owes of a sequence

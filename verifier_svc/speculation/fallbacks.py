@@ -27,12 +27,14 @@ class Fallbacks:
             return FallbackReason.LAST_TOKEN
         if not self._trees.were_asked_for:
             return FallbackReason.FIRST_STEP
-        key = sequence.batch_slot, sequence.generation
-        is_awaited = self._trees.asked.get(key)
-        if key in self._trees.undrafted or is_awaited is False:
-            return FallbackReason.NOTHING_FOUND
-        if is_awaited and key not in self._trees.found:
-            return FallbackReason.NO_DRAFT_IN_TIME
+        is_awaited = None
+        if self._trees.asked:
+            key = sequence.batch_slot, sequence.generation
+            is_awaited = self._trees.asked.get(key)
+            if key in self._trees.undrafted or is_awaited is False:
+                return FallbackReason.NOTHING_FOUND
+            if is_awaited and key not in self._trees.found:
+                return FallbackReason.NO_DRAFT_IN_TIME
         if is_awaited is None and not self._routing.of_kind(sequence, has_model=True):
             # A look-up drafter that found nothing for long is asked less often.
             return FallbackReason.NOTHING_FOUND

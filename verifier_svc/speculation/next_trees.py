@@ -59,6 +59,11 @@ class NextTrees:
         Trees of a fixed shape keep all their nodes.
         """
         self.were_asked_for = True
+        if not self.plans and not found:
+            # A step has better to do than to merge nothing.
+            self.found, self.undrafted, self.asked = set(), set(), {}
+            self._drafts, self._passed_over = {}, {}
+            return
         plans: dict[Key, list[DraftPlan]] = {}
         for plan in self.plans:
             plans.setdefault(plan.key, []).append(plan)
