@@ -39,9 +39,9 @@ DEMO = environment.ROOT / "models" / "demo"
 NUM_CORES = 2
 STREAMS = (1, 2, 4, 8, 16, 32)
 NUM_PAIRS = 5
-# Requests of a stream: few streams need more of them for a rate. With 8 in all, a measurement at 4
-# streams took 0.8 s, and the median of five ratios differed by 8% from run to run.
-MOST_REQUESTS, LEAST_REQUESTS = 20, 2
+# Requests of all streams: a measurement takes 3 s and more. Those of 0.8 s differed by up to 7% from
+# the next, so that the median of five ratios was off by more than a bar allows.
+NUM_REQUESTS = 64
 PLAIN, AUTO = ARMS["plain"], ARMS["auto-ngram"]
 FIXED = tuple(arm for arm in ARMS.values() if arm.is_fixed and arm.num_drafters == 1)
 OVER_PLAIN, OVER_FIXED = 0.98, 0.95
@@ -79,7 +79,7 @@ class ServedLoad:
 
     def __init__(self, launch: Launch, clients: Clients, num_pairs: int) -> None:
         self._launch, self._clients, self._num_pairs = launch, clients, num_pairs
-        self._prompts = WORKLOAD.prompts(launch.model, max(STREAMS) * LEAST_REQUESTS)
+        self._prompts = WORKLOAD.prompts(launch.model, NUM_REQUESTS)
         self.busiest = 0.0
 
     def measure(self, streams: Sequence[int]) -> list[Rounds]:
@@ -123,7 +123,7 @@ class ServedLoad:
 
     def _rate(self, arm: Arm, server: ArmServer, num_streams: int) -> float:
         requests = Requests(WORKLOAD, self._prompts, arm.body)
-        count = max(LEAST_REQUESTS, MOST_REQUESTS // num_streams)
+        count = max(NUM_REQUESTS // num_streams, 1)
         load = self._clients.run(server.address, requests.closed(LoadPoint(num_streams), count), STREAM_TIMEOUT_S)
         WORKLOAD.check(load.answers)
         self.busiest = max(self.busiest, load.busiest)
