@@ -42,7 +42,9 @@ class TargetStep:
             batch = build_batch(scheduled, blocks.block_size, blocks.num_blocks * blocks.block_size)
             # Capturing costs time: skip it if no drafter of these rows wants hidden states.
             captured = self.captured if any(part.wants_hidden_states for part in scheduled) else ()
-            self._speculator.begin_pass()
+            if all(part.was_decoding for part in scheduled):
+                # On a CPU a pass over prompts has all cores.
+                self._speculator.learn_beside()
             logits = self._runner.forward(batch.forward, captured)
         with times.phase("verify"):
             self._verify(scheduled, batch, logits)

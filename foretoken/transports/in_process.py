@@ -21,6 +21,9 @@ from foretoken.transports.transport import (
 if TYPE_CHECKING:
     from foretoken.overlap_memory import OverlapMemory
 
+# New tokens that may wait to be learnt; with more, nobody waits for ``begin_unawaited``.
+MOST_UNAWAITED = 4096
+
 
 class InProcessTransport(DraftTransport):
     """It isolates nothing. ``post`` drafts on the caller's thread."""
@@ -75,6 +78,8 @@ class InProcessTransport(DraftTransport):
             self._check_open()
             self._unawaited.append(partial(self._draft, request))
             self._num_tokens += len(request.new_tokens)
+            if self._num_tokens > MOST_UNAWAITED:
+                self._finish()
 
     def begin_unawaited(self, least: int = 0) -> None:
         """Begin with what nobody waits for. A drafter that falls behind slows the caller down.

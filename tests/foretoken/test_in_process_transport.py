@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from foretoken.drafting import DraftBatch, DraftRequest
-from foretoken.transports.in_process import InProcessTransport
+from foretoken.transports.in_process import MOST_UNAWAITED, InProcessTransport
 from foretoken.transports.transport import TransportClosedError, TransportCounters
 from tests.support.draft_requests import draft_request
 from tests.support.mirror_drafter import POISON_SALT, MirrorDrafter
@@ -92,6 +92,15 @@ def test_few_tokens_are_learnt_by_the_caller() -> None:
             transport.begin_unawaited(least=3)
         assert transport.receive(0.0) is not None
         assert drafter.on_threads == [False, True]
+
+
+def test_what_waits_for_long_is_learnt_by_the_caller() -> None:
+    with opened() as (drafter, transport):
+        most = [1] * MOST_UNAWAITED
+        transport.post_unawaited(draft_request([most], step_id=1))
+        assert drafter.calls == []
+        transport.post_unawaited(draft_request([[1]], step_id=2))
+        assert drafter.calls == [("draft", 1), ("draft", 2)] and drafter.on_threads == [False, False]
 
 
 def test_a_drafter_that_falls_behind_is_waited_for() -> None:

@@ -209,10 +209,10 @@ class LookupRound(DraftRound):
         for _, attachment in self.attached():
             attachment.begin_unawaited(least)
 
-    def most_behind(self, sequences: Seq[Sequence]) -> int:
-        """Return how many tokens of one of these sequences a drafter was not sent, at most."""
+    def num_behind(self, sequences: Seq[Sequence]) -> list[int]:
+        """Return how many tokens of each sequence some drafter was not sent."""
         sent = [attachment.sent for _, attachment in self.attached()]
-        return max((len(s.tokens) - each.length(s) for each in sent for s in sequences), default=0)
+        return [max((len(s.tokens) - each.length(s) for each in sent), default=0) for s in sequences]
 
     def chances(self, drafts: Seq[Draft]) -> list[float]:
         """Return the chances of those nodes that this round's drafters have found."""

@@ -74,14 +74,8 @@ class OrdinaryLookups:
         plans = self._plan(asking, batch) if is_due and asking else []
         awaited = {plan.sequence for plan in self._awaited}
         rest = [sequence for sequence in asking if sequence not in awaited]
-        is_behind = False
-        if self._unsent_for <= 0:
-            is_behind = self._round.most_behind(rest) >= SEND_BEHIND
-            # Long prompts are sent in parts.
-            self._unsent_for = 1 if is_behind else LOOK_EVERY
-        planned = {plan.sequence for plan in plans}
-        # A request costs more than its rows: if one must be sent, all are.
-        others = [sequence for sequence in rest if sequence not in planned] if is_behind else []
+        # Who is sent what is new, and whether anybody must be.
+        others, is_behind = self._behind(rest, plans) if self._unsent_for <= 0 else ([], False)
         found: Found = {}
         unawaited = plans
         if awaited:
@@ -97,6 +91,21 @@ class OrdinaryLookups:
             # There may be no next pass.
             self._round.begin_unawaited()
         return plans, found
+
+    def _behind(self, rest: Items[Sequence], plans: Items[DraftPlan]) -> tuple[list[Sequence], bool]:
+        """Return those of ``rest`` that are sent what is new without a plan, and if any must be.
+
+        A request costs more than its rows, so those go along that will be behind soon.
+        """
+        behind = self._round.num_behind(rest)
+        if max(behind, default=0) < SEND_BEHIND:
+            self._unsent_for = LOOK_EVERY
+            return [], False
+        # Long prompts are sent in parts.
+        self._unsent_for = 1
+        planned = {plan.sequence for plan in plans}
+        others = [s for s, num in zip(rest, behind, strict=True) if 2 * num >= SEND_BEHIND and s not in planned]
+        return others, True
 
     def _plan(self, asking: Items[Sequence], batch: int) -> list[DraftPlan]:
         """Return what rows ask, and note for what the next step waits."""

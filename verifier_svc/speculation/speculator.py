@@ -164,7 +164,7 @@ class Speculator:
             if not attachment.needs.captured_layers:
                 attachment.post(self.model_round.rows_to_send(drafter, attachment, prefilling))
 
-    def begin_pass(self) -> None:
+    def learn_beside(self) -> None:
         """Let look-up drafters in this process learn while the target computes."""
         self.lookup_round.begin_unawaited()
 
