@@ -55,3 +55,13 @@ def test_a_batch_slots_next_sequence_was_sent_nothing() -> None:
     assert attachment is not None
     sequence.generation += 1
     assert attachment.sent.length(sequence) == 0
+
+
+def test_the_answer_to_a_later_request_is_not_taken_for_a_scouts() -> None:
+    run = run_once()
+    attachment, (sequence,) = run.speculator.drafters[0].attachment, run.scheduler.running
+    assert attachment is not None and attachment._scout is not None and len(attachment._scout.rows) == 1
+    row = attachment.sent.final_row(sequence, ())
+    assert row is not None
+    attachment.post([row])
+    assert attachment.read_scout() == []

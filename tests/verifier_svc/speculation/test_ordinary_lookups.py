@@ -161,3 +161,25 @@ def test_a_large_batch_follows_what_its_scouts_find() -> None:
     before, found, after = batch.asking[first - 1 : first + 2]
     assert found - before > 4 and after == found + 1
     assert batch.num_awaited > 0
+
+
+def test_a_prompt_is_sent_after_its_pass_with_the_rows_that_are_behind() -> None:
+    requests = [new_request(number) for number in range(RARELY_FROM)]
+    late = Request([1, 2, 20] + [5] * (SEND_BEHIND - 3), SamplingParams(temperature=0.0, max_tokens=4))
+    batch = Batch([*requests, late], ())
+    sent: list[list[int]] = []
+    draft = batch.drafter.draft
+
+    def noting(request: DraftRequest) -> DraftBatch:
+        sent.append([stop - start for start, stop in pairwise(request.new_token_starts.tolist())])
+        return draft(request)
+
+    batch.drafter.draft = noting  # type: ignore[method-assign]
+    for request in requests:
+        batch.harness.submit(request)
+    while len(sent) < 2 or len(sent[-1]) < RARELY_FROM or max(sent[-1]) < SEND_BEHIND // 2:
+        batch.step()
+    sent.clear()
+    batch.harness.submit(late)
+    batch.step()
+    assert sent == [[len(late.prompt) + 1]], "the others were sent just now"
