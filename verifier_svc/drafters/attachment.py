@@ -237,13 +237,6 @@ class Attachment:
             self._catching_up_since = self._settings.clock()
         self._posted = posted
 
-    def begin_unawaited(self, least: int) -> None:
-        """Let the drafter begin as DraftTransport.begin_unawaited says."""
-        try:
-            self.transport.begin_unawaited(least)
-        except TransportClosedError as error:
-            self._record.source.report_failure(str(error))
-
     def _can_feed(self, rows: list[DraftRow]) -> bool:
         """Return whether device memory can take the rows. An idle drafter reads nothing there."""
         return (

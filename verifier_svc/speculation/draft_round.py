@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from typing import ClassVar
 
+from foretoken.transports.transport import TransportClosedError
 from verifier_svc.drafters.attachment import Attachment, Posted
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import NO_DRAFT, DraftRow, TreeBounds
@@ -206,8 +207,11 @@ class LookupRound(DraftRound):
 
     def begin_unawaited(self, least: int = 0) -> None:
         """Let drafters begin with what nobody waits for (DraftTransport.begin_unawaited)."""
-        for _, attachment in self.attached():
-            attachment.begin_unawaited(least)
+        for drafter, attachment in self.attached():
+            try:
+                attachment.transport.begin_unawaited(least)
+            except TransportClosedError as error:
+                drafter.source.report_failure(str(error))
 
     def num_behind(self, sequences: Seq[Sequence]) -> list[int]:
         """Return how many tokens of each sequence some drafter was not sent."""
