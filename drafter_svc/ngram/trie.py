@@ -353,9 +353,10 @@ def extend_paths(trie: Trie, ends: Int32, stamps: Int64, found: Int32, token: in
 
 @inlined
 def extend_into_unused(trie: Trie, ends: Int32, stamps: Int64, found: Int32, token: int) -> None:
-    """Do as ``extend_paths`` where so many nodes were never used: it evicts nothing.
+    """Do as ``extend_paths`` where enough nodes were never used, so that nothing is evicted.
 
-    In new text nearly every path needs a node, and this takes a third of the time.
+    In new text nearly every path needs a node. This takes less than half the time, because
+    ``add_child`` and what it calls are written out: as calls they take 0.4 us more a token.
     """
     nodes, paths, counters = trie.nodes, trie.paths, trie.counters
     oldest, before = counters[OLDEST_STAMP], counters[NUM_CREATED]

@@ -21,7 +21,7 @@ from foretoken.transports.transport import (
 if TYPE_CHECKING:
     from foretoken.overlap_memory import OverlapMemory
 
-# New tokens that may wait to be learnt; with more, nobody waits for ``begin_unawaited``.
+# New tokens that may wait for ``begin_unawaited``. With more, the caller learns them itself.
 MOST_UNAWAITED = 4096
 
 
@@ -41,8 +41,8 @@ class InProcessTransport(DraftTransport):
         """
         Args:
             overlap_memory: device memory that the drafter also has.
-            has_thread: whether a thread of the transport takes what nobody waits for. The drafter
-                never runs on two threads at once.
+            has_thread: whether the transport has a thread for unawaited requests. The drafter never
+                runs on two threads at once.
         """
         super().__init__()
         self.overlap_memory = overlap_memory
@@ -50,7 +50,8 @@ class InProcessTransport(DraftTransport):
         self._counters = counters
         self._batch: DraftBatch | None = None
         self._thread = ThreadPoolExecutor(1, "in-process-drafter") if has_thread else None
-        # What nobody waits for, in order, and its new tokens; what the thread was given of it.
+        # Calls that are still to make, in order, and their new tokens; then those that the thread
+        # has.
         self._unawaited: list[Callable[[], None]] = []
         self._num_tokens = 0
         self._given: Future[None] | None = None
@@ -70,22 +71,17 @@ class InProcessTransport(DraftTransport):
                 self._draft(request)
 
     def post_unawaited(self, request: DraftRequest) -> None:
-        """Let the thread draft, if there is one. A later call raises what the drafter raises."""
-        if self._thread is None:
-            self.post(request)
-            return
-        with self._lock:
-            self._check_open()
-            self._unawaited.append(partial(self._draft, request))
-            self._num_tokens += len(request.new_tokens)
-            if self._num_tokens > MOST_UNAWAITED:
-                self._finish()
+        """Leave the request to the thread. If that has an error, the next call raises it.
+
+        Without a thread, draft at once.
+        """
+        self._leave(partial(self._draft, request), len(request.new_tokens))
 
     def begin_unawaited(self, least: int = 0) -> None:
-        """Begin with what nobody waits for. A drafter that falls behind slows the caller down.
+        """Let the thread begin; wait first until it has done what it had.
 
-        While the caller runs Python code, the thread and the caller wait for each other: that costs
-        the caller 0.2 to 0.4 ms, while it computes or waits, nothing.
+        A caller that runs Python code then waits for the GIL, 0.2 to 0.4 ms in all. One that
+        computes or sleeps loses nothing.
         """
         with self._lock:
             if not self._unawaited:
@@ -99,7 +95,7 @@ class InProcessTransport(DraftTransport):
     def receive(self, timeout_s: float) -> DraftBatch | None:
         """Return the reply to the last request; None if it was malformed.
 
-        The thread's is waited for, however long it takes: it is worked on.
+        ``timeout_s`` is not heeded: the reply is there, or is made now.
         """
         with self._lock:
             self._finish()
@@ -111,11 +107,7 @@ class InProcessTransport(DraftTransport):
             return not self._unawaited and (self._given is None or self._given.done())
 
     def release(self, batch_slots: Sequence[int]) -> None:
-        with self._lock:
-            self._check_open()
-            self._unawaited.append(partial(self._drafter.release, batch_slots))
-            if self._thread is None:
-                self._finish()
+        self._leave(partial(self._drafter.release, batch_slots), 0)
 
     def close(self) -> None:
         """Close, after what the thread was given."""
@@ -123,6 +115,15 @@ class InProcessTransport(DraftTransport):
             self._closed = True
             if self._thread is not None:
                 self._thread.shutdown()
+
+    def _leave(self, call: Callable[[], None], num_tokens: int) -> None:
+        """Leave a call, and the new tokens that it brings, to the thread, if there is one."""
+        with self._lock:
+            self._check_open()
+            self._unawaited.append(call)
+            self._num_tokens += num_tokens
+            if self._thread is None or self._num_tokens > MOST_UNAWAITED:
+                self._finish()
 
     def _draft(self, request: DraftRequest) -> None:
         self._batch = None
@@ -152,7 +153,7 @@ class InProcessTransport(DraftTransport):
         self._check_open()
 
     def _finish(self) -> None:
-        """Do what nobody has waited for until now. Raises as ``_finish_given``."""
+        """Make all calls that are left. Raises as ``_finish_given``."""
         self._finish_given()
         with self._ends_at_errors():
             _run_all(self._take_unawaited())

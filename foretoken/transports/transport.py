@@ -109,19 +109,18 @@ class DraftTransport(ABC):
         """Send a request without waiting. Raises TransportClosedError if the drafter is gone."""
 
     def post_unawaited(self, request: DraftRequest) -> None:
-        """Send a request that nobody waits for. Raises as ``post``.
+        """Send a request whose reply no step waits for. Raises as ``post``.
 
-        The drafter may begin with it as late as ``begin_unawaited``.
+        A drafter in this process may begin with it as late as ``begin_unawaited``.
         """
         self.post(request)
 
     def begin_unawaited(self, least: int = 0) -> None:
-        """Let the drafter begin with what nobody waits for: the caller computes something else now.
-
-        Nothing is done for a drafter in another process.
+        """Let a drafter in this process begin with unawaited requests, beside what the caller does.
 
         Args:
-            least: new tokens for which another thread pays; fewer are learnt on the caller's.
+            least: new tokens from which it runs on another thread; fewer are learnt on the
+                caller's.
         """
         return
 

@@ -60,7 +60,7 @@ class DraftRound(ABC):
         ]
 
     def read_scouts(self) -> bool:
-        """Learn from the answers of the last step that nobody waited for.
+        """Learn from the replies for which the last step did not wait.
 
         Return whether drafters found anything.
         """
@@ -206,7 +206,10 @@ class LookupRound(DraftRound):
             attachment.collect(self._worth_s)
 
     def begin_unawaited(self, least: int = 0) -> None:
-        """Let drafters begin with what nobody waits for (DraftTransport.begin_unawaited)."""
+        """Let drafters in this process begin with requests whose reply no step waits for.
+
+        ``least``: see DraftTransport.begin_unawaited.
+        """
         for drafter, attachment in self.attached():
             try:
                 attachment.transport.begin_unawaited(least)

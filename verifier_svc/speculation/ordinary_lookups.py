@@ -74,28 +74,24 @@ class OrdinaryLookups:
         plans = self._plan(asking, batch) if is_due and asking else []
         awaited = {plan.sequence for plan in self._awaited}
         rest = [sequence for sequence in asking if sequence not in awaited]
-        # Who is sent what is new, and whether anybody must be.
+        # Rows that are only sent what is new, and whether a drafter lacks much of some row.
         others, is_behind = self._behind(rest, plans) if self._unsent_for <= 0 else ([], False)
         found: Found = {}
-        unawaited = plans
         if awaited:
-            # All rows wait for these look-ups, but not for what drafters learn of others.
-            asked, unawaited = (
-                (self._awaited, [p for p in plans if p.sequence not in awaited]) if is_behind else (plans, [])
-            )
-            found = self._round.run(asked)
+            # All rows wait for these look-ups, but not for long texts of others.
+            found = self._round.run(self._awaited if is_behind else plans)
             self._times.observe(batch, self._clock() - began)
-        if not awaited or is_behind:
-            self._round.send(unawaited, others)
+        if is_behind or not awaited:
+            self._round.send([plan for plan in plans if plan.sequence not in awaited], others)
         if not decoding:
             # There may be no next pass.
             self._round.begin_unawaited()
         return plans, found
 
     def _behind(self, rest: Items[Sequence], plans: Items[DraftPlan]) -> tuple[list[Sequence], bool]:
-        """Return those of ``rest`` that are sent what is new without a plan, and if any must be.
+        """Return the rows of ``rest`` to send without a plan, and whether one lacks SEND_BEHIND.
 
-        A request costs more than its rows, so those go along that will be behind soon.
+        A request costs more than its rows, so rows go along of which half as much is missing.
         """
         behind = self._round.num_behind(rest)
         if max(behind, default=0) < SEND_BEHIND:

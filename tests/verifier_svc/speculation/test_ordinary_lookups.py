@@ -93,7 +93,7 @@ def test_a_large_batch_that_finds_nothing_is_asked_ever_more_rarely() -> None:
     assert max(waits[: len(waits) // 2]) < waits[-1] and waits[-1] > TRY_EVERY
     assert max(waits) <= 2 * RAREST_TRY // ASKS_A_TRY
     assert batch.num_awaited == 0
-    # Texts are sent as they grow, and all of them together.
+    # Texts are sent as they grow, those together that are about as far behind.
     assert max(batch.drafter.num_new) <= RARELY_FROM * (SEND_BEHIND + 1)
     learnt = batch.drafter.learnt
     assert all(
