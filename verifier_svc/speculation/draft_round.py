@@ -52,12 +52,9 @@ class DraftRound(ABC):
         """Return the gate of a row under the drafters of this round."""
 
     def attached(self) -> list[tuple[DrafterHandle, Attachment]]:
-        """Return the drafters of this round that are attached now."""
-        return [
-            (drafter, attachment)
-            for drafter in self._routing.drafters
-            if (attachment := drafter.attachment) is not None and drafter.has_model == self.has_model
-        ]
+        """Return the drafters of this round that take part in this step and are still attached."""
+        mine = self._routing.attached_of_kind(has_model=self.has_model)
+        return [(drafter, attachment) for drafter in mine if (attachment := drafter.attachment) is not None]
 
     def read_scouts(self) -> bool:
         """Learn from the replies for which the last step did not wait.
@@ -119,7 +116,9 @@ class DraftRound(ABC):
 
         ``others``: the other rows of the request.
         """
-        rows = []
+        rows: list[DraftRow] = []
+        if not sequences:
+            return rows
         room = attachment.sent.most_new_tokens - sum(len(row.new_tokens) for row in others)
         for sequence in sequences:
             if room <= 0:

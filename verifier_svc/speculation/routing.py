@@ -44,6 +44,8 @@ class DrafterRouting:
         self._new_handle, self._pays, self._rows = new_handle, pays, rows
         self._drafters: list[DrafterHandle] = []
         self._attached: list[DrafterHandle] = []
+        # Those of them with a model, and those without one.
+        self._attached_of_kind: dict[bool, list[DrafterHandle]] = {True: [], False: []}
         # What the drafters of rows were chosen from, and those of each row: they are asked for many
         # times in each step.
         self._chosen_from: list[tuple[DrafterHandle, DraftSource, bool]] = []
@@ -59,6 +61,10 @@ class DrafterRouting:
     def attached(self) -> Seq[DrafterHandle]:
         """The drafters that take part in this step."""
         return self._attached
+
+    def attached_of_kind(self, *, has_model: bool) -> Seq[DrafterHandle]:
+        """Return the drafters with a model that take part in this step, or those without one."""
+        return self._attached_of_kind[has_model]
 
     @property
     def is_as_attached(self) -> bool:
@@ -76,6 +82,9 @@ class DrafterRouting:
         if choice != self._chosen_from:
             self._chosen_from = choice
             self._of_row.clear()
+            self._attached_of_kind = {
+                kind: [drafter for drafter, _, has_model in choice if has_model == kind] for kind in (True, False)
+            }
 
     def add(self, source: DraftSource) -> None:
         """Add a drafter. Under a name that was detached it gets that name's number back.

@@ -80,6 +80,8 @@ class Speculator:
         self.bounds = bounds
         self._lookups = OrdinaryLookups(self.lookup_round, self.costs, settings.clock)
         self._lookup_record = LookupRecord()
+        # Whether look-up drafters could learn and answer beside the last pass.
+        self._has_learnt = False
         # What look-up drafters have for the next step.
         self._found: Found = {}
         # Rows that the next steps will have.
@@ -165,7 +167,8 @@ class Speculator:
                 attachment.post(self.model_round.rows_to_send(drafter, attachment, prefilling))
 
     def learn_beside(self) -> None:
-        """Let look-up drafters in this process learn while the target computes."""
+        """Let look-up drafters in this process learn, and answer scouts, while the target computes."""
+        self._has_learnt = True
         self.lookup_round.begin_unawaited()
 
     def post(self, decoding: Seq[Sequence], prefilling: Seq[Sequence]) -> None:
@@ -180,7 +183,8 @@ class Speculator:
             # True plain decode. Drafters are sent these tokens when speculation returns.
             decoding = ()
         self._batch = batch = max(len(decoding), 1)
-        lookup_plans, self._found = self._lookups.find(decoding, batch)
+        has_learnt, self._has_learnt = self._has_learnt, False
+        lookup_plans, self._found = self._lookups.find(decoding, batch, are_answered=has_learnt)
         plans = self.model_round.plan(decoding, batch)
         plans = [plan for plan in plans if not self._is_served(plan, batch)]
         plans = self.model_round.worth_waiting(plans, batch)

@@ -58,11 +58,15 @@ class Timed(Knowing):
 class Batch:
     """Requests in ordinary steps with one look-up drafter."""
 
-    def __init__(self, requests: list[Request], known: Container[int], ask_s: float = 0.0) -> None:
+    def __init__(
+        self, requests: list[Request], known: Container[int], ask_s: float = 0.0, *, chunk_tokens: int = 64
+    ) -> None:
         outputs = [result.token_ids for result in new_harness().run([request.plain() for request in requests])]
         self.texts = [(list(request.prompt), output) for request, output in zip(requests, outputs, strict=True)]
         self.drafter = Timed(known, self.texts, ask_s)
-        self.harness = new_harness(drafters={"quick": self.drafter}, clock=lambda: self.drafter.now)
+        self.harness = new_harness(
+            drafters={"quick": self.drafter}, clock=lambda: self.drafter.now, chunk_tokens=chunk_tokens
+        )
         # The steps that asked.
         self.asking: list[int] = []
 
@@ -183,3 +187,84 @@ def test_a_prompt_is_sent_after_its_pass_with_the_rows_that_are_behind() -> None
     batch.harness.submit(late)
     batch.step()
     assert sent == [[len(late.prompt) + 1]], "the others were sent just now"
+
+
+LONG_PROMPT = [1, 2, 20] + [5] * 200
+
+
+class ScoutingBatch(Batch):
+    """Two rows that scout in each step, and a request whose prompt takes several passes.
+
+    Attributes:
+        reads: whether there was an answer, for each time that the verifier read one.
+    """
+
+    def __init__(self, chunk_tokens: int) -> None:
+        requests = [new_request(1), new_request(2)]
+        late = Request(LONG_PROMPT, SamplingParams(temperature=0.0, max_tokens=20))
+        super().__init__([*requests, late], EVERYWHERE, DEAR_S, chunk_tokens=chunk_tokens)
+        for request in requests:
+            self.harness.submit(request)
+        # Steps wait until what that costs is believed, and then only to try it, TRY_EVERY steps later.
+        num_awaited = 0
+        while num_awaited == 0 or self.num_awaited > num_awaited:
+            num_awaited = self.num_awaited
+            self.step()
+        self.reads: list[bool] = []
+        transport = self.harness.sources[0].transport
+        assert transport is not None
+        receive = transport.receive
+
+        def noting(timeout_s: float) -> DraftBatch | None:
+            batch = receive(timeout_s)
+            self.reads.append(batch is not None)
+            return batch
+
+        transport.receive = noting  # type: ignore[method-assign]
+        self._late = self.harness.submit(late)
+
+    @property
+    def is_prompt_computed(self) -> bool:
+        return bool(self.harness.results[self._late].token_ids)
+
+    def step_through_prompt(self) -> None:
+        """Run the steps that compute the late request's prompt."""
+        before = self.harness.num_steps
+        while not self.is_prompt_computed:
+            self.step()
+        assert self.harness.num_steps - before > 2
+
+
+def test_scouts_are_read_after_a_pass_beside_which_drafters_could_answer() -> None:
+    batch = ScoutingBatch(chunk_tokens=64)
+    batch.asking.clear()
+    batch.step_through_prompt()
+    assert batch.reads == [] and batch.asking == [], "the last scouts were not answered yet"
+    batch.step()
+    assert batch.reads == [True] and batch.asking == [batch.harness.num_steps]
+
+
+def test_a_step_that_waits_reads_the_scouts_before() -> None:
+    # Waiting is tried while the prompt is computed.
+    batch = ScoutingBatch(chunk_tokens=6)
+    num_awaited = batch.num_awaited
+    while batch.num_awaited == num_awaited:
+        batch.step()
+    assert not batch.is_prompt_computed
+    assert batch.reads == [True, True], "the scouts' answer, and what was waited for"
+    batch.step()
+    assert all(batch.reads) and not batch.harness.sources[0].failures
+
+
+def test_look_ups_that_pay_are_asked_beside_prompts_too() -> None:
+    requests = [new_request(1), Request(LONG_PROMPT, SamplingParams(temperature=0.0, max_tokens=4))]
+    batch = Batch(requests, EVERYWHERE)
+    batch.harness.submit(requests[0])
+    while batch.num_awaited < 4:
+        batch.step()
+    late = batch.harness.submit(requests[1])
+    before = batch.num_awaited, batch.harness.num_steps
+    while not batch.harness.results[late].token_ids:
+        batch.step()
+    num_steps = batch.harness.num_steps - before[1]
+    assert num_steps > 2 and batch.num_awaited - before[0] == num_steps
