@@ -50,7 +50,7 @@ class ServingMeasurement:
     """How all rows of one workload are measured.
 
     Attributes:
-        num_requests: of each closed stream.
+        num_requests: of each closed stream of most loads.
         seconds: length of Poisson arrivals.
         best_tokens_per_s: the rate that a Poisson point takes its percent of.
     """
@@ -67,7 +67,7 @@ class ServingMeasurement:
         return point.percent / 100 * self.best_tokens_per_s / self.workload.output_tokens
 
     def requests_a_stream(self, point: LoadPoint) -> int:
-        return 1 if point.percent else self.num_requests
+        return 1 if point.percent else point.times * self.num_requests
 
     def rows(self, arm: Arm, points: Sequence[LoadPoint]) -> Iterator[Row]:
         """Start the arm's server once and yield a row for each point.
@@ -75,7 +75,8 @@ class ServingMeasurement:
         Raises:
             StackError, StreamError, UnexpectedAnswerError: the server did not do what it should.
         """
-        count = max((point.concurrency for point in points), default=0) * self.num_requests or sys.maxsize
+        most = max((point.concurrency * self.requests_a_stream(point) for point in points), default=0)
+        count = most or sys.maxsize
         requests = Requests(self.workload, self.workload.prompts(self.launch.model, count), arm.body)
         progress(f"{arm.name}: starting")
         more = self.workload.flags if arm.engine == "foretoken" else ()
@@ -93,7 +94,7 @@ class ServingMeasurement:
         if point.percent:
             streams = requests.poisson(self.rate(point), self.seconds, f"{self.workload.name} {point.name}")
         else:
-            streams = requests.closed(point, self.num_requests)
+            streams = requests.closed(point, self.requests_a_stream(point))
         before = counters(server.address)
         with sampled() as samples:
             load = self.clients.run(server.address, streams, STREAM_TIMEOUT_S)
@@ -264,7 +265,12 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--arms", type=_names(ARMS), default=[], help=f"these alone, of {', '.join(ARMS)}")
     found.add_argument("--concurrency", type=numbers, default=[], help="these points of closed loads alone")
     found.add_argument("--percent", type=numbers, default=[], help="these points of Poisson arrivals alone")
-    found.add_argument("--requests", type=int, default=5, help="of each stream of a closed load")
+    found.add_argument(
+        "--requests",
+        type=int,
+        default=5,
+        help="of each stream of a closed load; three times as many of the short ones at 16",
+    )
     found.add_argument("--seconds", type=float, default=20.0, help="length of Poisson arrivals")
     found.add_argument("--best-tokens-per-s", type=float, default=0.0, help="of Poisson rates; 0: auto's best of core")
     found.add_argument("--widened", type=Path, default=made / "foretoken-widened", help="made if it is not there")
