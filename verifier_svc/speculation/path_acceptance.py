@@ -2,8 +2,8 @@
 
 Chances are kept by depth, because a draft head's later tokens are worse than its first. All chains
 share their counts. A tree, and a chain whose batch shares rows, have counts of their own. Where
-there are few, they are filled up from the shape that was verified last: the misses are a learned
-share of that shape's.
+there are few, or only old ones, they are filled up from the shape that was verified last: the
+misses are a learned share of that shape's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import operator
 from collections.abc import Mapping
 from itertools import accumulate
+from typing import NamedTuple
 
 from verifier_svc.drafters.request import Shape
 from verifier_svc.speculation.candidate_shapes import is_chain
@@ -28,13 +29,18 @@ OTHER_TRIALS = 6.0
 STEP_TRIALS = 16.0
 # Steps after which a step's walks weigh 1/e: many for one row, fewer for many.
 LONGEST_MEMORY, SHORTEST_MEMORY, MEMORY_WALKS = 128, 32, 512
-# The same for the latest shape while nothing is verified, and the trials that are left of it for
-# good; and for others.
+# The same for other shapes than the one that is verified, which says more of the texts by now.
+OTHER_MEMORY = 64
+# While nothing is verified: the same for the latest shape, the trials that are left of it for good,
+# and for others.
 IDLE_MEMORY = 64
 IDLE_TRIALS = 4.0
-OTHER_MEMORY = 256
+OTHER_IDLE_MEMORY = 256
 # Misses' worth of trust in what is known of that share.
 SHARE_MISSES = 6.0
+# Another shape is held against so many misses at most for each step of the shape before. Few steps
+# are of few texts: at first, of the beginnings of all, which are the hardest to draft.
+MISSES_A_STEP = 0.125
 MOST_UNUSUAL = 2.0
 SURELY = 0.98
 # A chain with a budget yields no fewer tokens than one with as many rows for everybody, and no more
@@ -63,10 +69,10 @@ class PathAcceptance:
         self._latest = _CHAINS
         first = self._counts[self._latest] = _Counts(max_depth)
         first.tried[0], first.accepted[0] = FIRST_TRIALS, FIRST_TRIALS * FIRST_CHANCE
-        # Chances of the shape that was verified before the latest one, and the
-        # latest one's misses since then.
-        self._before: tuple[Shape, list[float]] | None = None
+        # What was verified before the latest shape, and that one's misses and steps since then.
+        self._before: _Before | None = None
         self._expected_misses = self._misses = 0.0
+        self._num_steps = 0
         # Chances by family, until something is learned: a decision asks
         # for the same ones many times.
         self._known: dict[Shape, list[float]] = {}
@@ -75,10 +81,11 @@ class PathAcceptance:
         """Believe what was not verified in the last ``num_steps`` steps less."""
         families = {_family(shape) for shape in verified}
         for family, counts in self._counts.items():
-            if family == self._latest and not families:
-                counts.fade((1 - 1 / IDLE_MEMORY) ** num_steps, IDLE_TRIALS)
-            elif family not in families:
-                counts.fade((1 - 1 / OTHER_MEMORY) ** num_steps, 0.0)
+            if family in families:
+                continue
+            is_idle_latest = family == self._latest and not families
+            memory = OTHER_MEMORY if families else IDLE_MEMORY if is_idle_latest else OTHER_IDLE_MEMORY
+            counts.fade((1 - 1 / memory) ** num_steps, IDLE_TRIALS if is_idle_latest else 0.0)
         self._known.clear()
 
     def observe(self, shape: Shape, walks: Walks, num_steps: int, batch: int, *, is_probe: bool = False) -> None:
@@ -94,12 +101,14 @@ class PathAcceptance:
         memory = min(max(MEMORY_WALKS // batch, SHORTEST_MEMORY), LONGEST_MEMORY)
         counts = self._counts.setdefault(family, _Counts(self._max_depth))
         counts.fade((1 - 1 / memory) ** num_steps, 0.0)
+        if not is_probe:
+            self._num_steps += num_steps
         weight = min(1.0, STEP_TRIALS / batch)
         for (num_matched, depth), count in walks.items():
             counts.add(num_matched, depth, count * weight)
             if self._before is not None and not is_probe:
                 for level in range(min(num_matched + 1, depth)):
-                    self._expected_misses += (1 - self._before[1][level]) * count * weight
+                    self._expected_misses += (1 - self._before.chances[level]) * count * weight
                 self._misses += (num_matched < depth) * count * weight
         self._known.clear()
 
@@ -183,22 +192,38 @@ class PathAcceptance:
         Then begin with this one.
         """
         if self._before is not None and self._expected_misses > 0:
-            former = self._before[0]
+            former = self._before.family
             tree = self._latest if is_chain(former) else former
             if not is_chain(tree):
                 known = self._share(self._latest) / self._share(former)
-                ratio = (self._misses + SHARE_MISSES * known) / (self._expected_misses + SHARE_MISSES)
+                weight = min(MISSES_A_STEP * self._before.num_steps / self._expected_misses, 1.0)
+                expected_misses = weight * self._expected_misses
+                ratio = (weight * self._misses + SHARE_MISSES * known) / (expected_misses + SHARE_MISSES)
                 share = self._share(former) * ratio if tree == self._latest else self._share(self._latest) / ratio
                 # The text may have changed at the same time.
                 usual = self._usual_share(tree)
                 self._shares[tree] = min(max(share, usual / MOST_UNUSUAL), usual * MOST_UNUSUAL)
                 self._known.clear()
-        self._before = self._latest, self.chances(self._latest)
+        self._before = _Before(self._latest, self.chances(self._latest), self._num_steps)
         self._expected_misses = self._misses = 0.0
+        self._num_steps = 0
         self._counts.setdefault(family, _Counts(self._max_depth))
         # What was believed of this shape a moment ago is its past now.
         self._counts[family].fill_up(self.chances(family), IDLE_TRIALS)
         self._latest = family
+
+
+class _Before(NamedTuple):
+    """A shape that another one has replaced.
+
+    Attributes:
+        chances: by level, as it was replaced.
+        num_steps: for which it stood.
+    """
+
+    family: Shape
+    chances: list[float]
+    num_steps: int
 
 
 class _Counts:

@@ -27,6 +27,10 @@ from verifier_svc.drafters.request import NO_DRAFT, Shape
 # standard deviations.
 LEVEL_SHARE = 0.08
 BASE_SPREAD, LEVEL_SPREAD = 0.3, 0.2
+# Of the target's pass over the batch: no drafter's level takes less. Steps of one shape do not tell
+# base and level apart, and where the first ones were slow for another reason, the level of all later
+# ones came out below zero, and deep drafts as free.
+LEAST_LEVEL_SHARE = 0.02
 # Of the shape's own pass.
 OWN_SPREAD = 0.02
 PROMPT_SPREAD = 0.15
@@ -213,6 +217,10 @@ class _Fit:
             off = min(max(off, -most), most)
         self.mean += shared * (off / variance)
         self._spread -= np.outer(shared, shared) / variance
+        lack = LEAST_LEVEL_SHARE * self._verify_s - self.mean[_LEVEL]
+        if lack > 0:
+            # The other parts move along, so the seconds of shapes that ran stay what they are.
+            self.mean += self._spread[:, _LEVEL] * (lack / self._spread[_LEVEL, _LEVEL])
 
     def _doubt(self, times: float) -> None:
         """Multiply the variances, up to a limit.

@@ -53,6 +53,35 @@ def test_a_few_walks_are_enough_after_a_pause() -> None:
     assert known.chances(chain(1))[0] > 0.6
 
 
+def test_what_is_verified_says_more_than_what_was() -> None:
+    """Chains drafted the beginnings of texts; the tree drafts what follows, which is easier."""
+    known = PathAcceptance(3)
+    for _ in range(8):
+        known.observe(chain(3), {(0, 3): 8, (1, 3): 4, (3, 3): 4}, 1, 16)
+    for _ in range(400):
+        known.pass_steps(1, {TREE})
+        known.observe(TREE, {(0, 3): 1, (3, 3): 15}, 1, 16)
+    # The tree's usual share: a chain misses twice as often.
+    assert known.chances(chain(3))[0] > 0.8
+
+
+@pytest.mark.parametrize(("num_steps", "is_believed"), [(4, False), (200, True)])
+def test_a_shape_is_held_against_one_that_had_steps_enough(num_steps: int, is_believed: bool) -> None:
+    """Four steps are of one text, whose beginning may have been hard."""
+    known = PathAcceptance(3)
+    known.observe(chain(3), {(0, 3): 8 * num_steps, (3, 3): 8 * num_steps}, num_steps, 16)
+    for _ in range(100):
+        known.observe(TREE, {(0, 3): 1, (3, 3): 15}, 1, 16)
+    # So the tree's share of the chain's misses is learned.
+    known.observe(chain(3), {(3, 3): 1}, 1, 16)
+    for _ in range(100):
+        known.observe(chain(3), {(0, 3): 3, (3, 3): 13}, 1, 16)
+    known.pass_steps(2000, {chain(3)})
+    share = (1 - known.chances(TREE)[0]) / (1 - known.chances(chain(3))[0])
+    usual = (3 / 15) ** 0.5
+    assert (share < 0.7 * usual) == is_believed
+
+
 def test_a_chain_with_a_budget_is_between_equal_rows_and_its_rows_until_it_is_measured() -> None:
     known = PathAcceptance(7)
     shared = Shape(6, 5, 1, 4)

@@ -74,6 +74,17 @@ def test_one_chain_alone_does_not_make_deep_ones_dear() -> None:
     assert PASS_S + 0.004 < known.estimate(chain(5), 8) < PASS_S + 0.011
 
 
+def test_slow_first_steps_do_not_make_levels_free() -> None:
+    """A short chain's steps were slow at first, and a deep one's were not: levels came out below zero."""
+    known = costs()
+    for seconds in (0.012, 0.01, 0.009):
+        known.observe(chain(4), 16, seconds, 0)
+    for _ in range(30):
+        known.observe(chain(7), 16, 0.007, 0)
+    assert known.estimate(chain(7), 16) == pytest.approx(0.007, rel=0.02), "what was measured holds"
+    assert known.estimate(chain(3), 16) <= known.estimate(chain(7), 16) - 4 * 0.01 * PASS_S
+
+
 def test_one_disturbed_step_moves_little_and_many_are_believed() -> None:
     known = costs()
     for seconds in (0.006, 0.006, 0.1, 0.006, 0.006, 0.006, 0.006):
