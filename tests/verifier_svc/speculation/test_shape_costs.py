@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from verifier_svc.drafters.request import NO_DRAFT
+from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.speculation.candidate_shapes import chain
 from verifier_svc.speculation.shape_costs import ShapeCosts
 
@@ -72,6 +72,19 @@ def test_one_chain_alone_does_not_make_deep_ones_dear() -> None:
     for _ in range(20):
         known.observe(chain(1), 8, PASS_S + 0.004, 0)
     assert PASS_S + 0.004 < known.estimate(chain(5), 8) < PASS_S + 0.011
+
+
+def test_a_tree_that_ran_alone_does_not_make_others_dear() -> None:
+    """Its drafts have more rows than a chain's, which take more of the step than its levels do."""
+    row_s = PASS_S / 256
+    known = ShapeCosts(lambda num_rows: max(PASS_S, row_s * num_rows))
+    tree = Shape(16, 7, 4)
+    more_rows = 16 * 6 * 3
+    tree_s = PASS_S + 8 * 0.0002 + 0.1 * row_s * more_rows
+    for _ in range(50):
+        known.observe(tree, 16, tree_s, 0)
+    assert known.estimate(tree, 16) == pytest.approx(tree_s, rel=0.02)
+    assert known.estimate(chain(7), 16) == pytest.approx(PASS_S + 8 * 0.0002, rel=0.03)
 
 
 def test_slow_first_steps_do_not_make_levels_free() -> None:
