@@ -70,12 +70,18 @@ class DraftRound(ABC):
                     has_found |= is_found
         return has_found
 
-    def plan(self, decoding: Seq[Sequence], batch: int) -> list[DraftPlan]:
-        """Return what rows ask of this round's drafters in a step of ``batch`` rows."""
+    def with_drafters(self, sequences: Seq[Sequence]) -> list[Sequence]:
+        """Return those that have drafters of this round."""
+        if not self._routing.attached_of_kind(has_model=self.has_model):
+            return []
+        return [sequence for sequence in sequences if self._routing.of_kind(sequence, has_model=self.has_model)]
+
+    def plan(self, sequences: Seq[Sequence], batch: int) -> list[DraftPlan]:
+        """Return what sequences with drafters of this round ask of them in a step of ``batch`` rows."""
         plans = []
-        for sequence in decoding:
+        for sequence in sequences:
             drafters = self._routing.of_kind(sequence, has_model=self.has_model)
-            plan = self.plan_row(sequence, drafters, batch) if drafters else None
+            plan = self.plan_row(sequence, drafters, batch)
             if plan is not None:
                 plans.append(plan)
         return plans
@@ -279,13 +285,15 @@ class ModelRound(DraftRound):
     def post(
         self,
         plans: list[DraftPlan],
-        decoding: Seq[Sequence],
+        sequences: Seq[Sequence],
         prefilling: Seq[Sequence],
         undrafted: set[tuple[int, int]],
     ) -> None:
         """Ask for what was planned, and send models what they are behind on.
 
-        ``undrafted``: rows that got only their root in the last step.
+        Args:
+            sequences: those that decode with drafters of this round.
+            undrafted: rows that got only their root in the last step.
         """
         for drafter, attachment in self.attached():
             rows = self.rows_to_send(drafter, attachment, prefilling) if attachment.needs.captured_layers else []
@@ -299,7 +307,7 @@ class ModelRound(DraftRound):
                 least = 1 if drafted and attachment.has_overlap_memory else SEND_BEHIND
                 behind = [
                     s
-                    for s in decoding
+                    for s in sequences
                     if drafter in self._routing.of_kind(s, has_model=True)
                     and s.batch_slot not in asked
                     and len(s.tokens) - attachment.sent.length(s) >= least

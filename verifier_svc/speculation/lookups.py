@@ -111,7 +111,7 @@ class Lookups:
         # The first step of a sequence with a batch row is in flight, so it decodes once that is
         # read.
         decoding = [*joined, *(s for s in joining if s.is_decoding)]
-        asking = [sequence for sequence in decoding if self._round.asks(sequence)]
+        asking = self._round.with_drafters(decoding)
         prompts = [sequence for sequence in joining if not sequence.is_decoding]
         # One that joins has its first step now and may look up before its second one.
         had_new, self._has_new = self._has_new, any(map(self._round.asks_at_once, joining))

@@ -75,7 +75,7 @@ class OrdinaryLookups:
         # What is left of ended sequences is sent with the last step at the latest.
         if not is_due and self._unsent_for > 0 and decoding:
             return [], {}
-        asking = [sequence for sequence in decoding if self._round.asks(sequence)]
+        asking = self._round.with_drafters(decoding)
         plans = self._plan(asking, batch) if is_due and asking else []
         awaited = {plan.sequence for plan in self._awaited}
         rest = [sequence for sequence in asking if sequence not in awaited]

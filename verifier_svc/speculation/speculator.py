@@ -185,10 +185,11 @@ class Speculator:
         self._batch = batch = max(len(decoding), 1)
         has_learnt, self._has_learnt = self._has_learnt, False
         lookup_plans, self._found = self._lookups.find(decoding, batch, are_answered=has_learnt)
-        plans = self.model_round.plan(decoding, batch)
+        drafting = self.model_round.with_drafters(decoding)
+        plans = self.model_round.plan(drafting, batch)
         plans = [plan for plan in plans if not self._is_served(plan, batch)]
         plans = self.model_round.worth_waiting(plans, batch)
-        self.model_round.post(plans, decoding, prefilling, self.trees.undrafted)
+        self.model_round.post(plans, drafting, prefilling, self.trees.undrafted)
         self.trees.plans = [*plans, *lookup_plans]
         for sequence in (*decoding, *prefilling):
             self.hidden_states.forget_sent(sequence)
