@@ -6,8 +6,9 @@
 
 Streams of held-out code run against the demo model over HTTP. First each fixed shape runs alone,
 once, to find the best one for each number of streams. Then plain decode, ``auto`` (EAGLE-3 and
-n-grams) and the best shape run in turn, five times; a ratio is the median of the five. The exit
-status is 1 if a bar is missed. It takes about ten minutes on two cores.
+n-grams) and the best shape run in turns of a second or so, in five rounds; a ratio is the median of
+the five. Each round starts the servers again. The exit status is 1 if a bar is missed. It takes
+about 15 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks import environment
 from benchmarks.arm_server import ArmServer, Launch
@@ -39,14 +41,29 @@ DEMO = environment.ROOT / "models" / "demo"
 NUM_CORES = 2
 STREAMS = (1, 2, 4, 8, 16, 32)
 NUM_PAIRS = 5
-# Requests of all streams: a measurement takes 3 s and more. Those of 0.8 s differed by up to 7% from
-# the next, so that the median of five ratios was off by more than a bar allows.
-NUM_REQUESTS = 64
+# Requests of all streams in a round, and in one turn of an arm. A shared machine's speed jumps by 15%
+# for seconds, so one arm after the other for 3 s each gave ratios that were off by more than a bar
+# allows: 0.96 and 1.02 of the same two servers.
+NUM_REQUESTS, TURN_REQUESTS = 128, 16
+# Those of a fixed shape that runs alone.
+SCREEN_REQUESTS = 64
 PLAIN, AUTO = ARMS["plain"], ARMS["auto-ngram"]
 FIXED = tuple(arm for arm in ARMS.values() if arm.is_fixed and arm.num_drafters == 1)
 OVER_PLAIN, OVER_FIXED = 0.98, 0.95
 STREAM_TIMEOUT_S = 300.0
 WORKLOAD = ServingWorkload("cpu", 64, (PLAIN.name, AUTO.name, *(arm.name for arm in FIXED)), ())
+
+
+class Turn(NamedTuple):
+    """What one arm made in one turn."""
+
+    num_tokens: int
+    seconds: float
+
+
+def tokens_per_s(turns: Sequence[Turn]) -> float:
+    """Return the tokens a second of all turns together."""
+    return sum(turn.num_tokens for turn in turns) / sum(turn.seconds for turn in turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +96,7 @@ class ServedLoad:
 
     def __init__(self, launch: Launch, clients: Clients, num_pairs: int) -> None:
         self._launch, self._clients, self._num_pairs = launch, clients, num_pairs
-        self._prompts = WORKLOAD.prompts(launch.model, NUM_REQUESTS)
+        self._prompts = WORKLOAD.prompts(launch.model, SCREEN_REQUESTS)
         self.busiest = 0.0
 
     def measure(self, streams: Sequence[int]) -> list[Rounds]:
@@ -92,13 +109,16 @@ class ServedLoad:
         for arm in FIXED:
             with self._started(arm) as server:
                 for count in streams:
-                    screened[count][arm.name] = self._rate(arm, server, count)
+                    screened[count][arm.name] = tokens_per_s([self._turn(arm, server, count, SCREEN_REQUESTS)])
         found = [Rounds(count, screened[count]) for count in streams]
-        with contextlib.ExitStack() as stack:
-            arms = [PLAIN, AUTO, *(ARMS[name] for name in dict.fromkeys(rounds.best_fixed for rounds in found))]
-            servers = {arm.name: stack.enter_context(self._started(arm)) for arm in arms}
-            for rounds in found:
-                self._alternate(rounds, servers)
+        arms = [PLAIN, AUTO, *(ARMS[name] for name in dict.fromkeys(rounds.best_fixed for rounds in found))]
+        for number in range(self._num_pairs):
+            # Two servers of one arm differ by up to 2%, as they happen to lie in memory.
+            with contextlib.ExitStack() as stack:
+                servers = {arm.name: stack.enter_context(self._started(arm)) for arm in arms}
+                for rounds in found:
+                    self._take_turns(rounds, servers)
+            progress(f"round {number + 1} of {self._num_pairs}")
         return found
 
     @contextlib.contextmanager
@@ -106,29 +126,37 @@ class ServedLoad:
         with self._launch.start(arm) as server:
             if server.attached_s is None:
                 raise StackError(f"{arm.name}: not all drafters are attached")
-            self._rate(arm, server, 2)
+            self._turn(arm, server, 2, TURN_REQUESTS)
             yield server
 
-    def _alternate(self, rounds: Rounds, servers: dict[str, ArmServer]) -> None:
-        """Measure the three arms in turn; which one comes first changes with the round."""
-        turns = [(PLAIN, rounds.plain), (AUTO, rounds.auto), (ARMS[rounds.best_fixed], rounds.fixed)]
-        for number in range(self._num_pairs):
-            first = number % len(turns)
-            for arm, rates in (*turns[first:], *turns[:first]):
-                rates.append(self._rate(arm, servers[arm.name], rounds.num_streams))
+    def _take_turns(self, rounds: Rounds, servers: dict[str, ArmServer]) -> None:
+        """Measure a round: the arms in turns, the best fixed shape in every second one."""
+        lists = {PLAIN.name: rounds.plain, AUTO.name: rounds.auto, rounds.best_fixed: rounds.fixed}
+        turns: dict[str, list[Turn]] = {name: [] for name in lists}
+        for number in range(NUM_REQUESTS // max(TURN_REQUESTS, rounds.num_streams)):
+            names = (PLAIN.name, AUTO.name, rounds.best_fixed) if number % 2 == 0 else (AUTO.name, PLAIN.name)
+            for name in names:
+                turn = self._turn(ARMS[name], servers[name], rounds.num_streams, TURN_REQUESTS, number)
+                turns[name].append(turn)
+        for name, rates in lists.items():
+            rates.append(tokens_per_s(turns[name]))
         progress(
-            f"{rounds.num_streams} streams: plain {median(rounds.plain):.0f}, auto {median(rounds.auto):.0f}, "
-            f"{rounds.best_fixed} {median(rounds.fixed):.0f} tok/s"
+            f"{rounds.num_streams} streams: " + ", ".join(f"{name} {rates[-1]:.0f}" for name, rates in lists.items())
         )
 
-    def _rate(self, arm: Arm, server: ArmServer, num_streams: int) -> float:
-        requests = Requests(WORKLOAD, self._prompts, arm.body)
-        count = max(NUM_REQUESTS // num_streams, 1)
+    def _turn(self, arm: Arm, server: ArmServer, num_streams: int, num_requests: int, number: int = 0) -> Turn:
+        """Run about ``num_requests`` requests, and one of each stream at least.
+
+        Turns of other numbers begin with other prompts.
+        """
+        first = number * num_requests % len(self._prompts)
+        requests = Requests(WORKLOAD, self._prompts[first:] + self._prompts[:first], arm.body)
+        count = max(num_requests // num_streams, 1)
         load = self._clients.run(server.address, requests.closed(LoadPoint(num_streams), count), STREAM_TIMEOUT_S)
         WORKLOAD.check(load.answers)
         self.busiest = max(self.busiest, load.busiest)
-        rate: float = figures_of(load.answers)["tokens_per_s"]
-        return rate
+        figures = figures_of(load.answers)
+        return Turn(figures["num_tokens"], figures["seconds"])
 
 
 def figures_of_rounds(found: Sequence[Rounds]) -> list[Figure]:

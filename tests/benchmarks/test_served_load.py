@@ -12,7 +12,7 @@ from benchmarks import served_load
 from benchmarks.arms import ARMS
 from benchmarks.environment import ROOT
 from benchmarks.report import missed_bars
-from benchmarks.served_load import Rounds, figures_of_rounds, to_markdown
+from benchmarks.served_load import Rounds, Turn, figures_of_rounds, to_markdown, tokens_per_s
 
 
 def rounds(auto: list[float], plain: list[float], fixed: list[float]) -> Rounds:
@@ -25,6 +25,10 @@ def test_ratios_are_medians_of_pairs_not_ratios_of_medians() -> None:
     over_plain, over_fixed = figures_of_rounds([found])
     assert over_plain.values == (1.0, 0.5, 3.0) and over_plain.value == 1.0
     assert over_fixed.values == (2.0, 1.0, 1.0) and over_fixed.name == "auto / fixed-5-8-32, 4 streams"
+
+
+def test_turns_count_by_their_time() -> None:
+    assert tokens_per_s([Turn(100, 1.0), Turn(100, 3.0)]) == 50.0
 
 
 def test_bars_of_both_ratios() -> None:
