@@ -150,7 +150,7 @@ class VerifierSettings(ServedModelSettings, ComputeSettings, ListenerSettings, K
     )
     speculative_controller_log: Annotated[str, Flag(metavar="FILE", unset="none")] = Field(
         default="",
-        description="Log what decides the shapes of drafts on a GPU to FILE.NAME for each drafter with a model; "
+        description="On a GPU only: log what decides the shapes of drafts to FILE.NAME for each drafter with a model; "
         "benchmarks/replay_controller.py decides the same from it.",
     )
     simulate_accept_length: Annotated[float | None, Flag(metavar="TOKENS", unset="what the model accepts")] = Field(
