@@ -40,10 +40,10 @@ from foretoken.bench.measures import figures_of
 DEMO = environment.ROOT / "models" / "demo"
 NUM_CORES = 2
 STREAMS = (1, 2, 4, 8, 16, 32)
-NUM_PAIRS = 5
+NUM_ROUNDS = 5
 # Requests of all streams in a round, and in one turn of an arm. A shared machine's speed jumps by 15%
 # for seconds, so one arm after the other for 3 s each gave ratios that were off by more than a bar
-# allows: 0.96 and 1.02 of the same two servers.
+# allows: 0.96 and 1.02 of one commit.
 NUM_REQUESTS, TURN_REQUESTS = 128, 16
 # Those of a fixed shape that runs alone.
 SCREEN_REQUESTS = 64
@@ -94,8 +94,8 @@ class Rounds:
 class ServedLoad:
     """Measures all numbers of streams."""
 
-    def __init__(self, launch: Launch, clients: Clients, num_pairs: int) -> None:
-        self._launch, self._clients, self._num_pairs = launch, clients, num_pairs
+    def __init__(self, launch: Launch, clients: Clients, num_rounds: int) -> None:
+        self._launch, self._clients, self._num_rounds = launch, clients, num_rounds
         self._prompts = WORKLOAD.prompts(launch.model, SCREEN_REQUESTS)
         self.busiest = 0.0
 
@@ -112,13 +112,13 @@ class ServedLoad:
                     screened[count][arm.name] = tokens_per_s([self._turn(arm, server, count, SCREEN_REQUESTS)])
         found = [Rounds(count, screened[count]) for count in streams]
         arms = [PLAIN, AUTO, *(ARMS[name] for name in dict.fromkeys(rounds.best_fixed for rounds in found))]
-        for number in range(self._num_pairs):
+        for number in range(self._num_rounds):
             # Two servers of one arm differ by up to 2%, as they happen to lie in memory.
             with contextlib.ExitStack() as stack:
                 servers = {arm.name: stack.enter_context(self._started(arm)) for arm in arms}
                 for rounds in found:
                     self._take_turns(rounds, servers)
-            progress(f"round {number + 1} of {self._num_pairs}")
+            progress(f"round {number + 1} of {self._num_rounds}")
         return found
 
     @contextlib.contextmanager
@@ -199,7 +199,7 @@ def main() -> None:
     launch = Launch(DEMO / "target", DEMO / "eagle3", max_running=max(options.streams))
     try:
         with running_clients(1) as clients:
-            measured = ServedLoad(launch, clients, 1 if options.quick else NUM_PAIRS)
+            measured = ServedLoad(launch, clients, 1 if options.quick else NUM_ROUNDS)
             found = measured.measure(options.streams)
     except (StackError, StreamError, UnexpectedAnswerError) as error:
         sys.exit(f"failed: {error}")

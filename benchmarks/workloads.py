@@ -124,8 +124,7 @@ class ServingWorkload:
 
 # The median time to the first token of 80 requests of 192 tokens differs by a fifth from run to run,
 # since they end at much the same times. Three times as many take seconds.
-TIMES_AT_16 = 3
-AT_16 = LoadPoint(16, times=TIMES_AT_16)
+AT_16 = LoadPoint(16, times=3)
 
 
 def _closed(*concurrencies: int) -> tuple[LoadPoint, ...]:

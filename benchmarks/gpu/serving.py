@@ -75,8 +75,7 @@ class ServingMeasurement:
         Raises:
             StackError, StreamError, UnexpectedAnswerError: the server did not do what it should.
         """
-        most = max((point.concurrency * self.requests_a_stream(point) for point in points), default=0)
-        count = most or sys.maxsize
+        count = max((point.concurrency * self.requests_a_stream(point) for point in points), default=0) or sys.maxsize
         requests = Requests(self.workload, self.workload.prompts(self.launch.model, count), arm.body)
         progress(f"{arm.name}: starting")
         more = self.workload.flags if arm.engine == "foretoken" else ()

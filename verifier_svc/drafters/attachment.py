@@ -214,8 +214,6 @@ class Attachment:
         ``may_feed``: go by device memory if there is some, if it can take the
         rows, and if a tree is awaited.
         """
-        if not rows and not self.final_updates:
-            return
         rows, released = self.final_updates.merge(rows)
         if not rows:
             return

@@ -122,9 +122,7 @@ class DraftRound(ABC):
 
         ``others``: the other rows of the request.
         """
-        rows: list[DraftRow] = []
-        if not sequences:
-            return rows
+        rows = []
         room = attachment.sent.most_new_tokens - sum(len(row.new_tokens) for row in others)
         for sequence in sequences:
             if room <= 0:

@@ -36,8 +36,8 @@ class OrdinaryLookups:
         # Whether a sequence that joins looks up from its first token on, and whether this step asks
         # because scouts have just found something.
         self._has_new, self._follows = False, False
-        # Whether rows were asked for whose answers no step waits, and which were not read.
-        self._has_scouts = False
+        # Whether scouts were sent since the last pass beside which drafters in this process answer.
+        self._has_unanswered = False
         # Steps until what is new of rows that ask nothing is looked at.
         self._unsent_for = 0
         # The plans for which the next step waits, and the tokens that they promise beyond one each.
@@ -58,17 +58,20 @@ class OrdinaryLookups:
         if new:
             self._round.send([], new)
 
-    def find(self, decoding: Items[Sequence], batch: int, *, are_answered: bool) -> tuple[list[DraftPlan], Found]:
+    def learn_beside(self) -> None:
+        """Let drafters in this process learn, and answer scouts, beside the pass that begins."""
+        self._has_unanswered = False
+        self._round.begin_unawaited()
+
+    def find(self, decoding: Items[Sequence], batch: int) -> tuple[list[DraftPlan], Found]:
         """Ask for the trees of the next step, and send what is new.
 
-        Return what was asked, and what was found in time. ``are_answered``: whether drafters in
-        this process had a pass beside which they could answer scouts.
+        Return what was asked, and what was found in time.
         """
         self._batch = batch
-        # To read an answer that is not there yet takes as long as to make it.
-        self._has_scouts &= not are_answered
-        # Once only: what is found again and does not pay would be asked for in each step.
-        self._follows = not self._has_scouts and self._round.read_scouts() and not self._follows
+        # To read an answer that is not there yet takes as long as to make it. And once only: what is
+        # found again and does not pay would be asked for in each step.
+        self._follows = not self._has_unanswered and self._round.read_scouts() and not self._follows
         began = self._clock()
         is_due = self._pace.begin_step(batch, at_once=self._has_new or self._follows)
         self._unsent_for -= 1
@@ -83,17 +86,17 @@ class OrdinaryLookups:
         others, is_behind = self._behind(rest, plans) if self._unsent_for <= 0 else ([], False)
         found: Found = {}
         if awaited:
-            if self._has_scouts:
+            if self._has_unanswered:
                 # A drafter answers them first.
                 self._round.read_scouts()
-                self._has_scouts = False
+                self._has_unanswered = False
             # All rows wait for these look-ups, but not for long texts of others.
             found = self._round.run(self._awaited if is_behind else plans)
             self._times.observe(batch, self._clock() - began)
         if is_behind or not awaited:
-            scouts = [plan for plan in plans if plan.sequence not in awaited] if not self._has_scouts else []
+            scouts = [plan for plan in plans if plan.sequence not in awaited] if not self._has_unanswered else []
             self._round.send(scouts, others)
-            self._has_scouts |= bool(scouts)
+            self._has_unanswered |= bool(scouts)
         if not decoding:
             # There may be no next pass.
             self._round.begin_unawaited()

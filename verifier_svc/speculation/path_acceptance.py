@@ -38,8 +38,9 @@ IDLE_TRIALS = 4.0
 OTHER_IDLE_MEMORY = 256
 # Misses' worth of trust in what is known of that share.
 SHARE_MISSES = 6.0
-# Another shape is held against so many misses at most for each step of the shape before. Few steps
-# are of few texts: at first, of the beginnings of all, which are the hardest to draft.
+# Where one shape replaces another, their misses are compared: at most so many for each step of the
+# former shape. Few steps are of few texts: at first, of the beginnings of all, which are the hardest
+# to draft.
 MISSES_A_STEP = 0.125
 MOST_UNUSUAL = 2.0
 SURELY = 0.98
@@ -83,9 +84,12 @@ class PathAcceptance:
         for family, counts in self._counts.items():
             if family in families:
                 continue
-            is_idle_latest = family == self._latest and not families
-            memory = OTHER_MEMORY if families else IDLE_MEMORY if is_idle_latest else OTHER_IDLE_MEMORY
-            counts.fade((1 - 1 / memory) ** num_steps, IDLE_TRIALS if is_idle_latest else 0.0)
+            if families:
+                counts.fade((1 - 1 / OTHER_MEMORY) ** num_steps, 0.0)
+            elif family == self._latest:
+                counts.fade((1 - 1 / IDLE_MEMORY) ** num_steps, IDLE_TRIALS)
+            else:
+                counts.fade((1 - 1 / OTHER_IDLE_MEMORY) ** num_steps, 0.0)
         self._known.clear()
 
     def observe(self, shape: Shape, walks: Walks, num_steps: int, batch: int, *, is_probe: bool = False) -> None:
@@ -197,8 +201,7 @@ class PathAcceptance:
             if not is_chain(tree):
                 known = self._share(self._latest) / self._share(former)
                 weight = min(MISSES_A_STEP * self._before.num_steps / self._expected_misses, 1.0)
-                expected_misses = weight * self._expected_misses
-                ratio = (weight * self._misses + SHARE_MISSES * known) / (expected_misses + SHARE_MISSES)
+                ratio = (weight * self._misses + SHARE_MISSES * known) / (weight * self._expected_misses + SHARE_MISSES)
                 share = self._share(former) * ratio if tree == self._latest else self._share(self._latest) / ratio
                 # The text may have changed at the same time.
                 usual = self._usual_share(tree)

@@ -19,12 +19,21 @@ MERGE = "merge"
 AUTO = "auto"
 
 
-class _RowDrafters(NamedTuple):
-    """A row's drafters, and which of them have a model."""
+class _Drafters(NamedTuple):
+    """Some drafters, and which of them have a model."""
 
     all: Seq[DrafterHandle]
     models: Seq[DrafterHandle]
     lookups: Seq[DrafterHandle]
+
+    @classmethod
+    def of(cls, drafters: Seq[DrafterHandle]) -> _Drafters:
+        models = [drafter for drafter in drafters if drafter.has_model]
+        lookups = [drafter for drafter in drafters if not drafter.has_model]
+        return cls(drafters, models, lookups)
+
+    def of_kind(self, *, has_model: bool) -> Seq[DrafterHandle]:
+        return self.models if has_model else self.lookups
 
 
 class DrafterRouting:
@@ -43,13 +52,11 @@ class DrafterRouting:
     ) -> None:
         self._new_handle, self._pays, self._rows = new_handle, pays, rows
         self._drafters: list[DrafterHandle] = []
-        self._attached: list[DrafterHandle] = []
-        # Those of them with a model, and those without one.
-        self._attached_of_kind: dict[bool, list[DrafterHandle]] = {True: [], False: []}
+        self._attached = _Drafters([], [], [])
         # What the drafters of rows were chosen from, and those of each row: they are asked for many
         # times in each step.
         self._chosen_from: list[tuple[DrafterHandle, DraftSource, bool]] = []
-        self._of_row: dict[Sequence, _RowDrafters] = {}
+        self._of_row: dict[Sequence, _Drafters] = {}
         self._trials = ModelTrials()
 
     @property
@@ -60,16 +67,16 @@ class DrafterRouting:
     @property
     def attached(self) -> Seq[DrafterHandle]:
         """The drafters that take part in this step."""
-        return self._attached
+        return self._attached.all
 
     def attached_of_kind(self, *, has_model: bool) -> Seq[DrafterHandle]:
         """Return the drafters with a model that take part in this step, or those without one."""
-        return self._attached_of_kind[has_model]
+        return self._attached.of_kind(has_model=has_model)
 
     @property
     def is_as_attached(self) -> bool:
         """Whether the same drafters are attached as when this step began."""
-        return self._attached == [drafter for drafter in self._drafters if drafter.is_attached]
+        return self._attached.all == [drafter for drafter in self._drafters if drafter.is_attached]
 
     def begin_step(self, running: Seq[Sequence]) -> None:
         """Fix who takes part in this step.
@@ -77,14 +84,12 @@ class DrafterRouting:
         Drafters that attach later take part from the next step on.
         """
         self._trials.begin_step(running)
-        self._attached = [drafter for drafter in self._drafters if drafter.is_attached]
-        choice = [(drafter, drafter.source, drafter.has_model) for drafter in self._attached]
+        attached = [drafter for drafter in self._drafters if drafter.is_attached]
+        choice = [(drafter, drafter.source, drafter.has_model) for drafter in attached]
         if choice != self._chosen_from:
             self._chosen_from = choice
             self._of_row.clear()
-            self._attached_of_kind = {
-                kind: [drafter for drafter, _, has_model in choice if has_model == kind] for kind in (True, False)
-            }
+            self._attached = _Drafters.of(attached)
 
     def add(self, source: DraftSource) -> None:
         """Add a drafter. Under a name that was detached it gets that name's number back.
@@ -136,9 +141,9 @@ class DrafterRouting:
         """Return whether any drafter that this request admits is attached."""
         wanted = sequence.speculation.drafter
         if wanted in (AUTO, MERGE):
-            return bool(self._attached)
+            return bool(self._attached.all)
         names = wanted.split(DRAFTER_JOIN)
-        return any(drafter.name in names for drafter in self._attached)
+        return any(drafter.name in names for drafter in self._attached.all)
 
     def of(self, sequence: Sequence) -> Seq[DrafterHandle]:
         """Return the attached drafters of a row.
@@ -151,16 +156,12 @@ class DrafterRouting:
 
     def of_kind(self, sequence: Sequence, *, has_model: bool) -> Seq[DrafterHandle]:
         """Return a row's drafters with a model, or those without one."""
-        row = self._row(sequence)
-        return row.models if has_model else row.lookups
+        return self._row(sequence).of_kind(has_model=has_model)
 
-    def _row(self, sequence: Sequence) -> _RowDrafters:
+    def _row(self, sequence: Sequence) -> _Drafters:
         row = self._of_row.get(sequence)
         if row is None:
-            chosen = self._choose(sequence)
-            models = [drafter for drafter in chosen if drafter.has_model]
-            lookups = [drafter for drafter in chosen if not drafter.has_model]
-            row = self._of_row[sequence] = _RowDrafters(chosen, models, lookups)
+            row = self._of_row[sequence] = _Drafters.of(self._choose(sequence))
         return row
 
     def forget(self, sequence: Sequence) -> None:
@@ -171,7 +172,7 @@ class DrafterRouting:
         if not self.is_wanted(sequence):
             return []
         wanted = sequence.speculation.drafter
-        attached = self._attached
+        attached = self._attached.all
         if wanted == MERGE:
             return attached
         if wanted == AUTO:

@@ -1,7 +1,7 @@
 """Estimate what a step of a shape takes.
 
-The target's pass over its rows was measured, a tree's drafts have more rows than a chain's, which
-should take a share of the target's, and the rest is learned.
+The target's pass over its rows was measured. A tree's drafts have more rows than a chain's, and each
+of these should take a share of a row of the target's pass. The rest is learned.
 
 The rest is one line for all shapes of a batch size, and a small part of each shape's own:
 
@@ -34,8 +34,8 @@ ROW_SHARE = 0.1
 LEVEL_SHARE = 0.08
 BASE_SPREAD, LEVEL_SPREAD = 0.3, 0.2
 # Of the target's pass over the batch: no drafter's level takes less. Steps of one shape do not tell
-# base and level apart, and where the first ones were slow for another reason, the level of all later
-# ones came out below zero, and deep drafts as free.
+# base and level apart. A chain's first steps were slow for another reason, and those of a deeper tree
+# were not, so the estimate for a level fell below zero.
 LEAST_LEVEL_SHARE = 0.02
 # Of the shape's own pass.
 OWN_SPREAD = 0.02
@@ -102,20 +102,22 @@ class ShapeCosts:
         if self._latest is not None and self._latest is not fit:
             fit.take_factor(self._latest)
         self._latest = fit
-        fit.observe(shape, nominal_s, seconds, num_prompt_tokens * self._row_s() if num_prompt_tokens else 0.0)
+        fit.observe(shape, nominal_s, seconds, self._nominal_prompt_s(num_prompt_tokens))
 
     def prompt_s(self, num_tokens: int) -> float:
         """Return the seconds of prompts of so many tokens."""
-        return self.prompt_factor * num_tokens * self._row_s()
+        return self.prompt_factor * self._nominal_prompt_s(num_tokens)
+
+    def _nominal_prompt_s(self, num_tokens: int) -> float:
+        """Return what prompts of so many tokens should take."""
+        return num_tokens * self._row_s() if num_tokens else 0.0
 
     def _nominal_s(self, shape: Shape, batch: int) -> float:
         """Return what the target's pass should take, and the rows that a tree drafts beyond a chain."""
         verify_s = self.verify(batch * shape.rows)
-        if shape == NO_DRAFT or not math.isfinite(verify_s):
-            return verify_s
         # The first level has one row of a sequence, the others one for each branch.
         more = (shape.depth - 1) * (shape.branches - 1)
-        return verify_s + ROW_SHARE * batch * more * self._row_s()
+        return verify_s + ROW_SHARE * batch * more * self._row_s() if more else verify_s
 
     def _row_s(self) -> float:
         """Return what one row of many takes in the target's pass."""

@@ -80,8 +80,6 @@ class Speculator:
         self.bounds = bounds
         self._lookups = OrdinaryLookups(self.lookup_round, self.costs, settings.clock)
         self._lookup_record = LookupRecord()
-        # Whether look-up drafters could learn and answer beside the last pass.
-        self._has_learnt = False
         # What look-up drafters have for the next step.
         self._found: Found = {}
         # Rows that the next steps will have.
@@ -168,8 +166,7 @@ class Speculator:
 
     def learn_beside(self) -> None:
         """Let look-up drafters in this process learn, and answer scouts, while the target computes."""
-        self._has_learnt = True
-        self.lookup_round.begin_unawaited()
+        self._lookups.learn_beside()
 
     def post(self, decoding: Seq[Sequence], prefilling: Seq[Sequence]) -> None:
         """Ask for the next step's trees.
@@ -183,8 +180,7 @@ class Speculator:
             # True plain decode. Drafters are sent these tokens when speculation returns.
             decoding = ()
         self._batch = batch = max(len(decoding), 1)
-        has_learnt, self._has_learnt = self._has_learnt, False
-        lookup_plans, self._found = self._lookups.find(decoding, batch, are_answered=has_learnt)
+        lookup_plans, self._found = self._lookups.find(decoding, batch)
         drafting = self.model_round.with_drafters(decoding)
         plans = self.model_round.plan(drafting, batch)
         plans = [plan for plan in plans if not self._is_served(plan, batch)]
