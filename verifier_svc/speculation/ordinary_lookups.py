@@ -16,6 +16,9 @@ from verifier_svc.speculation.plan import DraftPlan
 
 # Steps after which what is new of rows that ask nothing is looked at again.
 LOOK_EVERY = 16
+# Passes after which scouts are read although drafters in this process could answer beside none of
+# them: where requests are short, each pass may compute prompts.
+MOST_UNREAD = 3
 
 
 class OrdinaryLookups:
@@ -36,8 +39,8 @@ class OrdinaryLookups:
         # Whether a sequence that joins looks up from its first token on, and whether this step asks
         # because scouts have just found something.
         self._has_new, self._follows = False, False
-        # Whether scouts were sent since the last pass beside which drafters in this process answer.
-        self._has_unanswered = False
+        # Passes for which scouts stay unread that drafters in this process could not answer yet.
+        self._unread_for = 0
         # Steps until what is new of rows that ask nothing is looked at.
         self._unsent_for = 0
         # The plans for which the next step waits, and the tokens that they promise beyond one each.
@@ -60,7 +63,7 @@ class OrdinaryLookups:
 
     def learn_beside(self) -> None:
         """Let drafters in this process learn, and answer scouts, beside the pass that begins."""
-        self._has_unanswered = False
+        self._unread_for = 0
         self._round.begin_unawaited()
 
     def find(self, decoding: Items[Sequence], batch: int) -> tuple[list[DraftPlan], Found]:
@@ -69,9 +72,10 @@ class OrdinaryLookups:
         Return what was asked, and what was found in time.
         """
         self._batch = batch
+        self._unread_for = max(self._unread_for - 1, 0)
         # To read an answer that is not there yet takes as long as to make it. And once only: what is
         # found again and does not pay would be asked for in each step.
-        self._follows = not self._has_unanswered and self._round.read_scouts() and not self._follows
+        self._follows = self._unread_for == 0 and self._round.read_scouts() and not self._follows
         began = self._clock()
         is_due = self._pace.begin_step(batch, at_once=self._has_new or self._follows)
         self._unsent_for -= 1
@@ -86,17 +90,18 @@ class OrdinaryLookups:
         others, is_behind = self._behind(rest, plans) if self._unsent_for <= 0 else ([], False)
         found: Found = {}
         if awaited:
-            if self._has_unanswered:
+            if self._unread_for:
                 # A drafter answers them first.
                 self._round.read_scouts()
-                self._has_unanswered = False
+                self._unread_for = 0
             # All rows wait for these look-ups, but not for long texts of others.
             found = self._round.run(self._awaited if is_behind else plans)
             self._times.observe(batch, self._clock() - began)
         if is_behind or not awaited:
-            scouts = [plan for plan in plans if plan.sequence not in awaited] if not self._has_unanswered else []
+            scouts = [plan for plan in plans if plan.sequence not in awaited] if not self._unread_for else []
             self._round.send(scouts, others)
-            self._has_unanswered |= bool(scouts)
+            if scouts:
+                self._unread_for = MOST_UNREAD
         if not decoding:
             # There may be no next pass.
             self._round.begin_unawaited()

@@ -16,6 +16,7 @@ from tests.support.lookup_play import Knowing
 from tests.support.scripted_drafter import Nodes
 from verifier_svc.speculation.draft_round import SEND_BEHIND
 from verifier_svc.speculation.lookup_pace import ASKS_A_TRY, RARELY_FROM, RAREST_TRY, TRY_EVERY
+from verifier_svc.speculation.ordinary_lookups import MOST_UNREAD
 
 VOCAB = 40
 NUM_TOKENS = 230
@@ -227,21 +228,27 @@ class ScoutingBatch(Batch):
     def is_prompt_computed(self) -> bool:
         return bool(self.harness.results[self._late].token_ids)
 
-    def step_through_prompt(self) -> None:
-        """Run the steps that compute the late request's prompt."""
-        before = self.harness.num_steps
-        while not self.is_prompt_computed:
-            self.step()
-        assert self.harness.num_steps - before > 2
-
 
 def test_scouts_are_read_after_a_pass_beside_which_drafters_could_answer() -> None:
-    batch = ScoutingBatch(chunk_tokens=64)
+    batch = ScoutingBatch(chunk_tokens=128)
     batch.asking.clear()
-    batch.step_through_prompt()
+    batch.step()
+    assert not batch.is_prompt_computed
+    batch.step()
+    assert batch.is_prompt_computed
     assert batch.reads == [] and batch.asking == [], "the last scouts were not answered yet"
     batch.step()
     assert batch.reads == [True] and batch.asking == [batch.harness.num_steps]
+
+
+def test_scouts_are_read_although_each_pass_computes_prompts() -> None:
+    batch = ScoutingBatch(chunk_tokens=24)
+    batch.asking.clear()
+    for _ in range(2 * MOST_UNREAD):
+        batch.step()
+    assert not batch.is_prompt_computed
+    last = batch.harness.num_steps
+    assert batch.reads == [True, True] and batch.asking == [last - MOST_UNREAD, last]
 
 
 def test_a_step_that_waits_reads_the_scouts_before() -> None:
@@ -249,6 +256,7 @@ def test_a_step_that_waits_reads_the_scouts_before() -> None:
     batch = ScoutingBatch(chunk_tokens=6)
     num_awaited = batch.num_awaited
     while batch.num_awaited == num_awaited:
+        batch.reads.clear()
         batch.step()
     assert not batch.is_prompt_computed
     assert batch.reads == [True, True], "the scouts' answer, and what was waited for"
