@@ -252,8 +252,8 @@ def test_scouts_are_read_although_each_pass_computes_prompts() -> None:
 
 
 def test_a_step_that_waits_reads_the_scouts_before() -> None:
-    # Waiting is tried while the prompt is computed.
-    batch = ScoutingBatch(chunk_tokens=6)
+    # Waiting is tried while the prompt is computed, two steps before the scouts would be read.
+    batch = ScoutingBatch(chunk_tokens=5)
     num_awaited = batch.num_awaited
     while batch.num_awaited == num_awaited:
         batch.reads.clear()
