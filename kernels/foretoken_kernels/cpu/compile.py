@@ -1,5 +1,9 @@
 """Compile functions with numba, and keep the results on disk between runs.
 
+They allocate nothing, so they do without numba's reference counts (``_nrt``): counting took more than
+half of the n-gram drafter's time, because each call of a compiled function counts each array that
+it gets.
+
 Only functions that Python calls are cached. numba's own cache watches one source file, so it would
 miss a change in a file whose functions are inlined. Here the digest of the function's folder and of
 this one decides whether a cached function is valid.
@@ -70,12 +74,20 @@ def emitted(typed: Callable[..., Any]) -> Any:
 
 def inlined(function: Function) -> Function:
     """Compile a function that only other compiled functions call."""
-    return cast(Function, _numba.njit(error_model="numpy")(function))
+    return cast(Function, _numba.njit(error_model="numpy", _nrt=False)(function))
+
+
+def viewing(function: Function) -> Function:
+    """Compile a function that only other compiled functions call, and that returns a new view of memory.
+
+    numba makes new arrays only where it counts references.
+    """
+    return cast(Function, _numba.njit(error_model="numpy", _nrt=True)(function))
 
 
 def compiled(function: Function) -> Function:
     """Compile a function that Python calls: it releases the GIL and is cached on disk."""
-    dispatcher = _numba.njit(nogil=True, error_model="numpy")(function)
+    dispatcher = _numba.njit(nogil=True, error_model="numpy", _nrt=False)(function)
     # numba may write to no folder: each process compiles.
     with contextlib.suppress(RuntimeError):
         dispatcher._cache = _FolderCache(function)
