@@ -41,7 +41,7 @@ class Scratch(NamedTuple):
     sizes: int64 [2]; number of candidates, and number of them in the heap.
     tallies: int64 [EXTERNAL_SCAN]; how often each continuation was found.
     contexts: int32 [depth]; the trie's node for a row's last ``w`` tokens, or 0.
-    scanned: int32 [max(depth, OWN_SCAN, SIBLING_SCAN, EXTERNAL_SCAN)].
+    scanned: int32 [max(2 * depth, OWN_SCAN, SIBLING_SCAN, EXTERNAL_SCAN)].
     """
 
     grown: Int32
@@ -67,7 +67,7 @@ def new_scratch(max_nodes: int, max_breadth: int, depth: int) -> Scratch:
         sizes=np.zeros(2, np.int64),
         tallies=np.zeros(EXTERNAL_SCAN, np.int64),
         contexts=np.zeros(depth, np.int32),
-        scanned=np.zeros(max(depth, OWN_SCAN, SIBLING_SCAN, EXTERNAL_SCAN), np.int32),
+        scanned=np.zeros(max(2 * depth, OWN_SCAN, SIBLING_SCAN, EXTERNAL_SCAN), np.int32),
     )
 
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from foretoken_kernels.cpu.compile import inlined
 
-from drafter_svc.ngram.sequences import GAP, MAX_WINDOW, MIN_WINDOW, matched_tokens
-from drafter_svc.ngram.trie import Int64
+from drafter_svc.ngram.sequences import MAX_WINDOW, MIN_WINDOW, matched_tokens
+from drafter_svc.ngram.trie import GAP, Int64
 from foretoken.corpora import CorpusInfo
 from foretoken.errors import NotFoundError, PreconditionError
 from foretoken.limits import MAX_CORPORA

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from drafter_svc.ngram.candidates import new_scratch
 from drafter_svc.ngram.corpora import CorpusStore
-from drafter_svc.ngram.sequences import BATCH_SLOT_OF, GENERATION, NUM_COLUMNS, new_sequences
+from drafter_svc.ngram.sequences import BATCH_SLOT_OF, GENERATION, NUM_COLUMNS, PLACE, new_sequences
 from drafter_svc.ngram.settings import NgramSettings
 from drafter_svc.ngram.tree import Drafted, SentRows, draft_rows
-from drafter_svc.ngram.trie import NUM_EVICTIONS, NUM_NODES, new_trie
+from drafter_svc.ngram.trie import NO_STAMP, NUM_EVICTIONS, NUM_NODES, new_trie
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
 
@@ -37,7 +37,7 @@ class NgramDrafter:
     """A ``foretoken.drafter.Drafter`` that holds corpora.
 
     A tenant's history and the corpora outlive sequences, and attachments to the same target.
-    Memory: 38 bytes a node of ``capacity``, of which 36 are touched as the trie fills; for each
+    Memory: 46 bytes a node of ``capacity``, of which 44 are touched as the trie fills; for each
     batch slot 8 bytes a token of its longest sequence and 4 a token of its longest prediction; 8
     bytes a token of the corpora.
 
@@ -139,9 +139,10 @@ class NgramDrafter:
         """Forget the text of batch slots; their tenants' history stays."""
         for batch_slot in batch_slots:
             if 0 <= batch_slot < len(self._sequences.state):
-                self._sequences.state[batch_slot] = 0
+                # Its place in the trie's text stays.
+                self._sequences.state[batch_slot, :PLACE] = 0
                 self._sequences.state[batch_slot, GENERATION] = -1
-                self._sequences.ends[batch_slot] = 0
+                self._sequences.stamps[batch_slot] = NO_STAMP
 
     def gauges(self) -> dict[str, float]:
         """Return the sizes of trie and corpora, and how many rows were drafted for."""

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from foretoken_kernels.cpu.compile import inlined
 
-from drafter_svc.ngram.trie import Int64, Trie, insert_token, mix
+from drafter_svc.ngram.trie import GAP, NO_STAMP, Int64, Trie, mix
+from drafter_svc.ngram.trie_growth import end_text, insert_token, take_place
 from foretoken.tree import Int32
 
 # Earlier places in its own text that a row is compared with, latest first.
@@ -16,11 +17,10 @@ OWN_SCAN = 64
 PREDICTION_SCAN = 2048
 # After so many predicted tokens in a row came true, the cursor is not searched for.
 SURE_RUN = 4
-# Stands in a sequence's own text where tokens were missed.
-GAP = -1
 
-# Columns of Sequences.state. CURSOR and RUN: see follow_prediction.
-GENERATION, SEEN, OWN_LENGTH, SALT, LAST, PREDICTED_LENGTH, CURSOR, RUN = range(8)
+# Columns of Sequences.state. CURSOR and RUN: see follow_prediction. PLACE: that of the last token in
+# the trie's text.
+GENERATION, SEEN, OWN_LENGTH, SALT, LAST, PREDICTED_LENGTH, CURSOR, RUN, PLACE = range(9)
 # Columns of a batch.
 BATCH_SLOT_OF, GENERATION_OF, LENGTH_OF, MAX_NODES_OF, SALT_OF, PROMPT_LENGTH_OF, MAX_DEPTH_OF, MAX_BRANCH_OF = range(8)
 NUM_COLUMNS = 8
@@ -34,13 +34,14 @@ class Sequences(NamedTuple):
     """State and text of each batch slot; a hash chain links places that end with the same tokens.
 
     Attributes:
-        state: int64 [batch_slots, 8].
-        tokens: int32 [batch_slots, max_model_len + 1]; a GAP, then the tokens.
+        state: int64 [batch_slots, 9].
+        tokens: int32 [batch_slots, max_model_len + 1]; a GAP, then the tokens. Where tokens were
+            missed, there is another.
         previous: int32 [batch_slots, max_model_len + 1]; the previous place with the same hash, or
             -1.
         heads: int32 [batch_slots, power of 2]; the last place of each hash, or -1.
-        ends: int32 [batch_slots, depth + 1]; see ngram_trie.insert_token.
-        stamps: int64 [batch_slots, depth + 1].
+        stamps: int64 [batch_slots, depth + 1]; of the paths that end at the last token; see
+            insert_token.
         predictions: int32 [batch_slots, max_model_len]; the output that the client predicts.
     """
 
@@ -48,7 +49,6 @@ class Sequences(NamedTuple):
     tokens: Int32
     previous: Int32
     heads: Int32
-    ends: Int32
     stamps: Int64
     predictions: Int32
 
@@ -59,15 +59,14 @@ def new_sequences(max_batch_slots: int, max_model_len: int, depth: int) -> Seque
     Memory is touched as sequences grow: 8 bytes a token, and 4 a predicted one.
     """
     num_heads = 1 << min(max((max_model_len // 2).bit_length(), 8), 15)
-    state = np.zeros((max_batch_slots, 8), np.int64)
+    state = np.zeros((max_batch_slots, 9), np.int64)
     state[:, GENERATION] = -1
     return Sequences(
         state=state,
         tokens=np.zeros((max_batch_slots, max_model_len + 1), np.int32),
         previous=np.zeros((max_batch_slots, max_model_len + 1), np.int32),
         heads=np.zeros((max_batch_slots, num_heads), np.int32),
-        ends=np.zeros((max_batch_slots, depth + 1), np.int32),
-        stamps=np.zeros((max_batch_slots, depth + 1), np.int64),
+        stamps=np.full((max_batch_slots, depth + 1), NO_STAMP, np.int64),
         predictions=np.zeros((max_batch_slots, max_model_len), np.int32),
     )
 
@@ -95,8 +94,9 @@ def append_own(sequences: Sequences, batch_slot: int, token: int, window: int) -
 @inlined
 def break_off(sequences: Sequences, batch_slot: int, window: int) -> None:
     """Mark a break in a batch slot's sequence: nothing is matched or learnt across it."""
-    for d in range(sequences.ends.shape[1]):
-        sequences.ends[batch_slot, d] = 0
+    for d in range(sequences.stamps.shape[1]):
+        sequences.stamps[batch_slot, d] = NO_STAMP
+    sequences.state[batch_slot, PLACE] = end_text(sequences.state[batch_slot, PLACE])
     append_own(sequences, batch_slot, GAP, window)
 
 
@@ -171,7 +171,8 @@ def learn_row(
         token = new_tokens[i]
         if 0 <= token < options[VOCAB_SIZE]:
             append_own(sequences, batch_slot, token, window)
-            insert_token(trie, sequences.ends[batch_slot], sequences.stamps[batch_slot], scratch, state[SALT], token)
+            state[PLACE] = take_place(trie, state[PLACE], batch_slot)
+            insert_token(trie, state[PLACE], sequences.stamps[batch_slot], scratch, state[SALT], token)
         else:
             break_off(sequences, batch_slot, window)
         if state[PREDICTED_LENGTH] > 0 and known_before + i >= columns[PROMPT_LENGTH_OF]:

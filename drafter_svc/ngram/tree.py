@@ -50,7 +50,6 @@ from drafter_svc.ngram.corpora import SortedCorpora, find_external, rank_continu
 from drafter_svc.ngram.sequences import (
     BATCH_SLOT_OF,
     BY_FREQUENCY,
-    GAP,
     LAST,
     MAX_BRANCH_OF,
     MAX_BREADTH,
@@ -66,7 +65,19 @@ from drafter_svc.ngram.sequences import (
     find_own,
     learn_row,
 )
-from drafter_svc.ngram.trie import CHILD, COUNT, NEXT, OLDEST_STAMP, TOKEN, Int64, Trie, find_child
+from drafter_svc.ngram.trie import (
+    CHILD,
+    GAP,
+    OLDEST_STAMP,
+    Int64,
+    Trie,
+    count_of,
+    find_child,
+    first_child,
+    next_sibling,
+    suffix_of,
+    token_of,
+)
 from foretoken.tree import Int32
 
 Float32 = NDArray[np.float32]
@@ -140,21 +151,21 @@ def breadth_at(options: Int64, level: int) -> int:
 
 
 @inlined
-def scan_children(nodes: Int32, node: int, limit: int, by_frequency: bool, scanned: Int32) -> int:
+def scan_children(trie: Trie, node: int, limit: int, by_frequency: bool, scanned: Int32) -> int:
     """Put the ``limit`` latest children of ``node`` into ``scanned``. Return how many.
 
     With ``by_frequency`` they are sorted by count; of equal counts the latest comes first.
     """
     count = 0
-    child = nodes[node, CHILD]
+    child = first_child(trie, node)
     while child != 0 and count < limit:
         at = count
-        while by_frequency and at > 0 and nodes[scanned[at - 1], COUNT] < nodes[child, COUNT]:
+        while by_frequency and at > 0 and count_of(trie, scanned[at - 1]) < count_of(trie, child):
             scanned[at] = scanned[at - 1]
             at -= 1
         scanned[at] = child
         count += 1
-        child = nodes[child, NEXT]
+        child = next_sibling(trie, child)
     return count
 
 
@@ -163,24 +174,24 @@ def offer_context(
     trie: Trie, scratch: Scratch, options: Int64, first: int, parent: int, node: int, window: int, weight: float
 ) -> None:
     """Offer the children of a context, except those already offered from candidate ``first`` on."""
-    nodes, scanned = trie.nodes, scratch.scanned
+    scanned = scratch.scanned
     by_frequency = options[BY_FREQUENCY] != 0
     breadth = breadth_at(options, scratch.grown[parent, LEVEL])
-    count = scan_children(nodes, node, SIBLING_SCAN if by_frequency else breadth, by_frequency, scanned)
+    count = scan_children(trie, node, SIBLING_SCAN if by_frequency else breadth, by_frequency, scanned)
     kept, total = 0, 0
     for i in range(count):
-        if find_offered(scratch, first, nodes[scanned[i], TOKEN]) < 0:
+        if find_offered(scratch, first, token_of(trie, scanned[i])) < 0:
             scanned[kept] = scanned[i]
-            total += nodes[scanned[i], COUNT]
+            total += count_of(trie, scanned[i])
             kept += 1
     left = weight
     for i in range(min(kept, breadth)):
         child = int(scanned[i])
-        part = left / 2 if nodes[child, NEXT] != 0 else left
+        part = left / 2 if next_sibling(trie, child) != 0 else left
         left -= part
         if by_frequency:
-            part = weight * nodes[child, COUNT] / total
-        offer(scratch, parent, nodes[child, TOKEN], child, window + 1, part)
+            part = weight * count_of(trie, child) / total
+        offer(scratch, parent, token_of(trie, child), child, window + 1, part)
 
 
 @inlined
@@ -273,7 +284,7 @@ def expand(trie: Trie, corpora: SortedCorpora, scratch: Scratch, options: Int64,
     weight, first, parent = scratch.grown_weights[at], scratch.sizes[CANDIDATES], scratch.grown[at]
     node, window = int(parent[NODE]), int(parent[WINDOW])
     if window == len(scratch.contexts):
-        node, window = int(trie.nodes[node, CHILD]), window - 1
+        node, window = suffix_of(trie, node, window), window - 1
     context = (at, node, window)
     place = parent[PREDICTED] + 1
     if parent[PREDICTED_WINDOW] > 0 and place < len(texts.predicted):
@@ -304,9 +315,11 @@ def expand(trie: Trie, corpora: SortedCorpora, scratch: Scratch, options: Int64,
 @inlined
 def start_tree(trie: Trie, sequences: Sequences, scratch: Scratch, options: Int64, batch_slot: int) -> RowTexts:
     """Fill the contexts and the root of a batch slot's tree."""
-    for w in range(len(scratch.contexts)):
-        alive = sequences.stamps[batch_slot, w] >= trie.counters[OLDEST_STAMP]
-        scratch.contexts[w] = sequences.ends[batch_slot, w] if alive else 0
+    for w in range(1, len(scratch.contexts)):
+        stamp = sequences.stamps[batch_slot, w]
+        node = trie.paths[stamp % len(trie.paths)] if stamp >= trie.counters[OLDEST_STAMP] else 0
+        # A path that runs in the text ends at its last token.
+        scratch.contexts[w] = node if trie.nodes[node, CHILD] >= 0 else 0
     root, state = scratch.grown[0], sequences.state[batch_slot]
     root[NODE], root[WINDOW] = 0, 0
     root[PREDICTED], root[PREDICTED_WINDOW] = align_prediction(sequences, batch_slot)
