@@ -244,9 +244,8 @@ def split(trie: Trie, node: int, size: int) -> None:
     nodes[node, CHILD] = 0
     stamp = full_stamp(trie, trie.text[place_before(trie, place, size - 1), TEXT_STAMP])
     after = place_after(trie, place)
-    if stamp == NO_STAMP or after == 0:
-        return
-    child = allocate_for(trie, stamp)
+    # 0 also if the first path was popped a moment ago.
+    child = allocate_for(trie, stamp) if after != 0 else 0
     if child != 0:
         nodes[child, TOKEN], nodes[child, PARENT] = trie.text[after, TEXT_TOKEN], node
         link_first(nodes, node, child)
