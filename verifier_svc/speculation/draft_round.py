@@ -274,6 +274,8 @@ class ModelRound(DraftRound):
         A row's gate takes it that all rows draft likewise. If few do, the others wait for nothing.
         Fixed shapes are exact, and probes are rare.
         """
+        if not plans:
+            return plans
         kept: list[DraftPlan] = []
         chosen: list[DraftPlan] = []
         for plan in plans:
@@ -294,6 +296,8 @@ class ModelRound(DraftRound):
             undrafted: rows that got only their root in the last step.
         """
         for drafter, attachment in self.attached():
+            if not (sequences or prefilling or attachment.final_updates):
+                continue
             rows = self.rows_to_send(drafter, attachment, prefilling) if attachment.needs.captured_layers else []
             drafted: list[DraftRow] = []
             if not attachment.is_catching_up():

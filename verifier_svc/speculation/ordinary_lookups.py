@@ -39,8 +39,9 @@ class OrdinaryLookups:
         # Whether a sequence that joins looks up from its first token on, and whether this step asks
         # because scouts have just found something.
         self._has_new, self._follows = False, False
-        # Passes for which scouts stay unread that drafters in this process could not answer yet.
-        self._unread_for = 0
+        # Whether scouts were sent whose answers were not read, and the passes for which they stay so
+        # because drafters in this process could not answer yet.
+        self._has_scouts, self._unread_for = False, 0
         # Steps until what is new of rows that ask nothing is looked at.
         self._unsent_for = 0
         # The plans for which the next step waits, and the tokens that they promise beyond one each.
@@ -75,7 +76,7 @@ class OrdinaryLookups:
         self._unread_for = max(self._unread_for - 1, 0)
         # To read an answer that is not there yet takes as long as to make it. And once only: what is
         # found again and does not pay would be asked for in each step.
-        self._follows = self._unread_for == 0 and self._round.read_scouts() and not self._follows
+        self._follows = self._unread_for == 0 and self._read_scouts() and not self._follows
         began = self._clock()
         is_due = self._pace.begin_step(batch, at_once=self._has_new or self._follows)
         self._unsent_for -= 1
@@ -86,13 +87,14 @@ class OrdinaryLookups:
         plans = self._plan(asking, batch) if is_due and asking else []
         awaited = {plan.sequence for plan in self._awaited}
         rest = [sequence for sequence in asking if sequence not in awaited]
-        # Rows that are only sent what is new, and whether a drafter lacks much of some row.
-        others, is_behind = self._behind(rest, plans) if self._unsent_for <= 0 else ([], False)
+        # Rows that are only sent what is new, and whether a drafter lacks much of some row. The answer
+        # to that request would take the place of the scouts'.
+        others, is_behind = self._behind(rest, plans) if self._unsent_for <= 0 == self._unread_for else ([], False)
         found: Found = {}
         if awaited:
             if self._unread_for:
                 # A drafter answers them first.
-                self._round.read_scouts()
+                self._read_scouts()
                 self._unread_for = 0
             # All rows wait for these look-ups, but not for long texts of others.
             found = self._round.run(self._awaited if is_behind else plans)
@@ -101,11 +103,15 @@ class OrdinaryLookups:
             scouts = [plan for plan in plans if plan.sequence not in awaited] if not self._unread_for else []
             self._round.send(scouts, others)
             if scouts:
-                self._unread_for = MOST_UNREAD
+                self._has_scouts, self._unread_for = True, MOST_UNREAD
         if not decoding:
             # There may be no next pass.
             self._round.begin_unawaited()
         return plans, found
+
+    def _read_scouts(self) -> bool:
+        had_scouts, self._has_scouts = self._has_scouts, False
+        return had_scouts and self._round.read_scouts()
 
     def _behind(self, rest: Items[Sequence], plans: Items[DraftPlan]) -> tuple[list[Sequence], bool]:
         """Return the rows of ``rest`` to send without a plan, and whether one lacks SEND_BEHIND.

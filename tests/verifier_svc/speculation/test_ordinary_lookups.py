@@ -186,29 +186,35 @@ def test_a_prompt_is_sent_after_its_pass_with_the_rows_that_are_behind() -> None
         batch.step()
     sent.clear()
     batch.harness.submit(late)
-    batch.step()
-    assert sent == [[len(late.prompt) + 1]], "the others were sent just now"
+    num_steps = 0
+    while not sent:
+        batch.step()
+        num_steps += 1
+    assert sent == [[len(late.prompt) + num_steps]], "the others were sent just now"
+    assert num_steps <= 2, "it waits for a pass beside which what was asked before is answered"
 
 
 LONG_PROMPT = [1, 2, 20] + [5] * 200
 
 
 class ScoutingBatch(Batch):
-    """Two rows that scout in each step, and a request whose prompt takes several passes.
+    """Rows that have just scouted, and a request whose prompt takes several passes.
+
+    Two rows scout in each step.
 
     Attributes:
         reads: whether there was an answer, for each time that the verifier read one.
     """
 
-    def __init__(self, chunk_tokens: int) -> None:
-        requests = [new_request(1), new_request(2)]
+    def __init__(self, chunk_tokens: int, num_rows: int = 2) -> None:
+        requests = [new_request(1 + number) for number in range(num_rows)]
         late = Request(LONG_PROMPT, SamplingParams(temperature=0.0, max_tokens=20))
         super().__init__([*requests, late], EVERYWHERE, DEAR_S, chunk_tokens=chunk_tokens)
         for request in requests:
             self.harness.submit(request)
         # Steps wait until what that costs is believed, and then only to try it, TRY_EVERY steps later.
         num_awaited = 0
-        while num_awaited == 0 or self.num_awaited > num_awaited:
+        while num_awaited == 0 or self.num_awaited > num_awaited or self.asking[-1] != self.harness.num_steps:
             num_awaited = self.num_awaited
             self.step()
         self.reads: list[bool] = []
@@ -239,6 +245,16 @@ def test_scouts_are_read_after_a_pass_beside_which_drafters_could_answer() -> No
     assert batch.reads == [] and batch.asking == [], "the last scouts were not answered yet"
     batch.step()
     assert batch.reads == [True] and batch.asking == [batch.harness.num_steps]
+
+
+def test_what_is_new_of_other_rows_waits_until_scouts_are_read() -> None:
+    batch = ScoutingBatch(chunk_tokens=128, num_rows=RARELY_FROM)
+    batch.asking.clear()
+    while not batch.is_prompt_computed:
+        batch.step()
+    assert batch.reads == [] and batch.asking == [], "the prompt was not sent in place of the scouts"
+    batch.step()
+    assert batch.reads == [True] and batch.asking == [batch.harness.num_steps], "rows follow what scouts have found"
 
 
 def test_scouts_are_read_although_each_pass_computes_prompts() -> None:
