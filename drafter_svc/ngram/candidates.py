@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from foretoken_kernels.cpu.compile import inlined
+from foretoken_kernels.cpu.compile import inlined_uncounted
 from numpy.typing import NDArray
 
 from drafter_svc.ngram.corpora import EXTERNAL_SCAN
@@ -71,13 +71,13 @@ def new_scratch(max_nodes: int, max_breadth: int, depth: int) -> Scratch:
     )
 
 
-@inlined
+@inlined_uncounted
 def heavier(weights: Float64, left: int, right: int) -> bool:
     """Return whether candidate ``left`` is heavier than ``right``, or as heavy and older."""
     return bool(weights[left] > weights[right] or (weights[left] == weights[right] and left < right))
 
 
-@inlined
+@inlined_uncounted
 def push_heap(heap: Int32, size: int, weights: Float64, candidate: int) -> None:
     """Add a candidate to a heap of ``size`` candidates."""
     at = size
@@ -87,7 +87,7 @@ def push_heap(heap: Int32, size: int, weights: Float64, candidate: int) -> None:
     heap[at] = candidate
 
 
-@inlined
+@inlined_uncounted
 def pop_heap(heap: Int32, size: int, weights: Float64) -> int:
     """Remove and return the heaviest candidate of a heap of ``size`` candidates."""
     top: int = heap[0]
@@ -104,7 +104,7 @@ def pop_heap(heap: Int32, size: int, weights: Float64) -> int:
     return top
 
 
-@inlined
+@inlined_uncounted
 def find_offered(scratch: Scratch, first: int, token: int) -> int:
     """Return the candidate with ``token``, from number ``first`` on, or -1."""
     for candidate in range(first, scratch.sizes[CANDIDATES]):
@@ -113,7 +113,7 @@ def find_offered(scratch: Scratch, first: int, token: int) -> int:
     return -1
 
 
-@inlined
+@inlined_uncounted
 def offer(scratch: Scratch, parent: int, token: int, node: int, window: int, weight: float) -> int:
     """Offer a child of tree node ``parent``.
 

@@ -12,7 +12,7 @@ import threading
 from typing import NamedTuple
 
 import numpy as np
-from foretoken_kernels.cpu.compile import inlined
+from foretoken_kernels.cpu.compile import inlined_uncounted
 
 from drafter_svc.ngram.sequences import MAX_WINDOW, MIN_WINDOW, matched_tokens
 from drafter_svc.ngram.trie import GAP, Int64
@@ -56,7 +56,7 @@ def sort_places(tokens: Int32, window: int) -> Int32:
     return order.astype(np.int32)
 
 
-@inlined
+@inlined_uncounted
 def is_before(tokens: Int32, place: int, own: Int32, most: int) -> bool:
     """Return whether the text up to ``place`` sorts before ``own``, both read backwards.
 
@@ -73,7 +73,7 @@ def is_before(tokens: Int32, place: int, own: Int32, most: int) -> bool:
     return False
 
 
-@inlined
+@inlined_uncounted
 def find_external(corpora: SortedCorpora, own: Int32, options: Int64, scanned: Int32) -> tuple[int, int]:
     """Fill ``scanned`` with the longest matches of the end of ``own``.
 
@@ -108,7 +108,7 @@ def find_external(corpora: SortedCorpora, own: Int32, options: Int64, scanned: I
     return count, longest
 
 
-@inlined
+@inlined_uncounted
 def rank_continuations(corpora: SortedCorpora, scanned: Int32, count: int, by_frequency: bool, tallies: Int64) -> int:
     """Keep one place for each continuation in ``scanned``, in the order of drafting.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from foretoken_kernels.cpu.compile import inlined
+from foretoken_kernels.cpu.compile import inlined_uncounted
 
 from drafter_svc.ngram.trie import GAP, NO_STAMP, Int64, Trie, mix
 from drafter_svc.ngram.trie_growth import end_text, insert_token, take_place
@@ -71,7 +71,7 @@ def new_sequences(max_batch_slots: int, max_model_len: int, depth: int) -> Seque
     )
 
 
-@inlined
+@inlined_uncounted
 def append_own(sequences: Sequences, batch_slot: int, token: int, window: int) -> None:
     """Append to a batch slot's text; ``window`` (1 or 2) tokens are hashed.
 
@@ -91,7 +91,7 @@ def append_own(sequences: Sequences, batch_slot: int, token: int, window: int) -
     sequences.state[batch_slot, OWN_LENGTH] = length + 1
 
 
-@inlined
+@inlined_uncounted
 def break_off(sequences: Sequences, batch_slot: int, window: int) -> None:
     """Mark a break in a batch slot's sequence: nothing is matched or learnt across it."""
     for d in range(sequences.stamps.shape[1]):
@@ -100,7 +100,7 @@ def break_off(sequences: Sequences, batch_slot: int, window: int) -> None:
     append_own(sequences, batch_slot, GAP, window)
 
 
-@inlined
+@inlined_uncounted
 def append_prediction(sequences: Sequences, batch_slot: int, tokens: Int32) -> None:
     """Append to a batch slot's prediction, as far as the context reaches."""
     state, predicted = sequences.state[batch_slot], sequences.predictions[batch_slot]
@@ -111,7 +111,7 @@ def append_prediction(sequences: Sequences, batch_slot: int, tokens: Int32) -> N
     state[PREDICTED_LENGTH] = start + count
 
 
-@inlined
+@inlined_uncounted
 def follow_prediction(sequences: Sequences, batch_slot: int, token: int) -> None:
     """Move the cursor past one output token.
 
@@ -129,7 +129,7 @@ def follow_prediction(sequences: Sequences, batch_slot: int, token: int) -> None
         state[RUN] = 0
 
 
-@inlined
+@inlined_uncounted
 def start_sequence(state: Int64, columns: Int64) -> None:
     """Reset a batch slot for a new sequence."""
     state[GENERATION], state[SALT] = columns[GENERATION_OF], columns[SALT_OF]
@@ -137,7 +137,7 @@ def start_sequence(state: Int64, columns: Int64) -> None:
     state[PREDICTED_LENGTH], state[CURSOR], state[RUN] = 0, 0, START_RUN
 
 
-@inlined
+@inlined_uncounted
 def learn_row(
     trie: Trie,
     sequences: Sequences,
@@ -159,7 +159,7 @@ def learn_row(
     if other or known_before < state[SEEN]:
         start_sequence(state, columns)
         state[SEEN] = 0
-    if other or known_before != state[SEEN]:
+    if other or known_before != state[SEEN] or state[OWN_LENGTH] == 0:
         break_off(sequences, batch_slot, window)
         missed = known_before - max(state[SEEN], columns[PROMPT_LENGTH_OF])
         if missed > 0:
@@ -181,7 +181,7 @@ def learn_row(
     state[SEEN] = columns[LENGTH_OF]
 
 
-@inlined
+@inlined_uncounted
 def matched_tokens(text: Int32, place: int, own: Int32, last: int, most: int) -> int:
     """Count the tokens of ``text`` up to ``place`` that equal ``own`` up to ``last``."""
     count = 0
@@ -190,7 +190,7 @@ def matched_tokens(text: Int32, place: int, own: Int32, last: int, most: int) ->
     return count
 
 
-@inlined
+@inlined_uncounted
 def align_prediction(sequences: Sequences, batch_slot: int) -> tuple[int, int]:
     """Find where the output goes on in the batch slot's prediction.
 
@@ -220,7 +220,7 @@ def align_prediction(sequences: Sequences, batch_slot: int) -> tuple[int, int]:
     return state[CURSOR] - 1, state[RUN]
 
 
-@inlined
+@inlined_uncounted
 def find_own(sequences: Sequences, batch_slot: int, options: Int64, places: Int32) -> tuple[int, int]:
     """Find an earlier place in the batch slot's text that matches its end.
 

@@ -21,7 +21,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from foretoken_kernels.cpu.compile import compiled, inlined
+from foretoken_kernels.cpu.compile import compiled_uncounted, inlined_uncounted
 from numpy.typing import NDArray
 
 from drafter_svc.ngram.candidates import (
@@ -136,13 +136,13 @@ class RowTexts(NamedTuple):
     period: int
 
 
-@inlined
+@inlined_uncounted
 def confidence(window: int) -> float:
     """Return the CONFIDENCE of a match of ``window`` tokens."""
     return CONFIDENCE[min(window, len(CONFIDENCE) - 1)]
 
 
-@inlined
+@inlined_uncounted
 def breadth_at(options: Int64, level: int) -> int:
     """Return how many children a node may have: fewer from level to level, until ``max_window``."""
     most: int = options[MAX_BREADTH]
@@ -150,7 +150,7 @@ def breadth_at(options: Int64, level: int) -> int:
     return int(most - spread * min(level, options[MAX_WINDOW]) // options[MAX_WINDOW])
 
 
-@inlined
+@inlined_uncounted
 def scan_children(trie: Trie, node: int, limit: int, by_frequency: bool, scanned: Int32) -> int:
     """Put the ``limit`` latest children of ``node`` into ``scanned``. Return how many.
 
@@ -169,7 +169,7 @@ def scan_children(trie: Trie, node: int, limit: int, by_frequency: bool, scanned
     return count
 
 
-@inlined
+@inlined_uncounted
 def offer_context(
     trie: Trie, scratch: Scratch, options: Int64, first: int, parent: int, node: int, window: int, weight: float
 ) -> None:
@@ -194,7 +194,7 @@ def offer_context(
         offer(scratch, parent, token_of(trie, child), child, window + 1, part)
 
 
-@inlined
+@inlined_uncounted
 def child_context(trie: Trie, scratch: Scratch, parent: int, node: int, window: int, token: int) -> tuple[int, int]:
     """Find ``token`` below the parent's context ``node`` of ``window`` tokens.
 
@@ -212,7 +212,7 @@ def child_context(trie: Trie, scratch: Scratch, parent: int, node: int, window: 
     return child, window + 1
 
 
-@inlined
+@inlined_uncounted
 def offer_text(
     trie: Trie,
     scratch: Scratch,
@@ -244,7 +244,7 @@ def offer_text(
     return weight
 
 
-@inlined
+@inlined_uncounted
 def offer_external(
     trie: Trie,
     corpora: SortedCorpora,
@@ -278,7 +278,7 @@ def offer_external(
             scratch.candidates[candidate, EXTERNAL_WINDOW] = window + 1
 
 
-@inlined
+@inlined_uncounted
 def expand(trie: Trie, corpora: SortedCorpora, scratch: Scratch, options: Int64, at: int, texts: RowTexts) -> None:
     """Offer the children of tree node ``at``."""
     weight, first, parent = scratch.grown_weights[at], scratch.sizes[CANDIDATES], scratch.grown[at]
@@ -312,7 +312,7 @@ def expand(trie: Trie, corpora: SortedCorpora, scratch: Scratch, options: Int64,
         offer_text(trie, scratch, first, context, EXTERNAL, place, corpora.tokens[place], weight)
 
 
-@inlined
+@inlined_uncounted
 def start_tree(trie: Trie, sequences: Sequences, scratch: Scratch, options: Int64, batch_slot: int) -> RowTexts:
     """Fill the contexts and the root of a batch slot's tree."""
     for w in range(1, len(scratch.contexts)):
@@ -336,7 +336,7 @@ def start_tree(trie: Trie, sequences: Sequences, scratch: Scratch, options: Int6
     )
 
 
-@inlined
+@inlined_uncounted
 def add_heaviest(scratch: Scratch, options: Int64, max_branch: int, size: int, tree: Tree) -> bool:
     """Add the heaviest candidate whose parent has room as node ``size``.
 
@@ -360,7 +360,7 @@ def add_heaviest(scratch: Scratch, options: Int64, max_branch: int, size: int, t
     return False
 
 
-@inlined
+@inlined_uncounted
 def grow_tree(
     trie: Trie,
     corpora: SortedCorpora,
@@ -384,7 +384,7 @@ def grow_tree(
     return size
 
 
-@compiled
+@compiled_uncounted
 def draft_rows(
     trie: Trie,
     corpora: SortedCorpora,

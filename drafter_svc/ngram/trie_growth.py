@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from foretoken_kernels.cpu.compile import inlined
+from foretoken_kernels.cpu.compile import inlined_uncounted
 
 from drafter_svc.ngram.trie import (
     CHAIN,
@@ -43,11 +43,11 @@ from drafter_svc.ngram.trie import (
 )
 from foretoken.tree import Int32
 
-# Found for a path that runs in the text.
+# Entry of ``found`` for a path that goes on in the text.
 IN_TEXT = -1
 
 
-@inlined
+@inlined_uncounted
 def digest_of(nodes: Int32, node: int) -> int:
     """Return the hash of a node's key: its parent and token, or its salt if it is a root."""
     if nodes[node, TOKEN] == ROOT:
@@ -55,7 +55,7 @@ def digest_of(nodes: Int32, node: int) -> int:
     return mix(nodes[node, PARENT], nodes[node, TOKEN])
 
 
-@inlined
+@inlined_uncounted
 def find_root(trie: Trie, salt: int) -> int:
     """Return the root of a salt, or 0."""
     low, high = int(np.int32(salt & 0xFFFFFFFF)), salt >> 32
@@ -67,7 +67,7 @@ def find_root(trie: Trie, salt: int) -> int:
     return 0
 
 
-@inlined
+@inlined_uncounted
 def link_first(nodes: Int32, parent: int, node: int) -> None:
     """Make ``node`` the first child of ``parent``: children are listed latest first."""
     first = nodes[parent, CHILD]
@@ -78,7 +78,7 @@ def link_first(nodes: Int32, parent: int, node: int) -> None:
     nodes[parent, CHILD] = node
 
 
-@inlined
+@inlined_uncounted
 def unlink(nodes: Int32, node: int) -> None:
     """Remove a node from its parent's list of children."""
     before, after = nodes[node, PREVIOUS], nodes[node, NEXT]
@@ -90,13 +90,13 @@ def unlink(nodes: Int32, node: int) -> None:
         nodes[after, PREVIOUS] = before
 
 
-@inlined
+@inlined_uncounted
 def has_siblings(nodes: Int32, node: int) -> bool:
     """Return whether a node that is not a root has siblings."""
     return bool(nodes[node, PREVIOUS] != 0 or nodes[node, NEXT] != 0)
 
 
-@inlined
+@inlined_uncounted
 def add_to_bucket(trie: Trie, node: int) -> None:
     """Put a node, whose key is set, into its bucket."""
     bucket = bucket_of(trie.buckets, digest_of(trie.nodes, node))
@@ -104,7 +104,7 @@ def add_to_bucket(trie: Trie, node: int) -> None:
     trie.buckets[bucket] = node
 
 
-@inlined
+@inlined_uncounted
 def remove_from_bucket(trie: Trie, node: int) -> None:
     """Take a node out of its bucket."""
     nodes, buckets = trie.nodes, trie.buckets
@@ -118,7 +118,7 @@ def remove_from_bucket(trie: Trie, node: int) -> None:
     nodes[other, CHAIN] = nodes[node, CHAIN]
 
 
-@inlined
+@inlined_uncounted
 def put_back(trie: Trie, node: int) -> None:
     """Add a node to the free list."""
     trie.nodes[node, CHAIN] = trie.counters[FREE]
@@ -126,7 +126,7 @@ def put_back(trie: Trie, node: int) -> None:
     trie.counters[NUM_NODES] -= 1
 
 
-@inlined
+@inlined_uncounted
 def remove(trie: Trie, node: int) -> None:
     """Free a node without children: remove it from its bucket and from its parent."""
     nodes = trie.nodes
@@ -144,7 +144,7 @@ def remove(trie: Trie, node: int) -> None:
     trie.counters[NUM_EVICTIONS] += 1
 
 
-@inlined
+@inlined_uncounted
 def evict_oldest(trie: Trie) -> None:
     """Pop the oldest path and free the nodes that no later path shares, deepest first."""
     stamp = trie.counters[OLDEST_STAMP]
@@ -157,7 +157,7 @@ def evict_oldest(trie: Trie) -> None:
         node = parent
 
 
-@inlined
+@inlined_uncounted
 def allocate(trie: Trie) -> int:
     """Return an unused node; evict paths if there is none."""
     counters = trie.counters
@@ -173,9 +173,9 @@ def allocate(trie: Trie) -> int:
     return node
 
 
-@inlined
+@inlined_uncounted
 def allocate_for(trie: Trie, stamp: int) -> int:
-    """Return an unused node for path ``stamp``; 0 if its eviction popped that path itself."""
+    """Return an unused node for path ``stamp``; 0 if making room popped that path itself."""
     node = int(allocate(trie))
     if stamp < trie.counters[OLDEST_STAMP]:
         put_back(trie, node)
@@ -183,9 +183,12 @@ def allocate_for(trie: Trie, stamp: int) -> int:
     return node
 
 
-@inlined
+@inlined_uncounted
 def touch(trie: Trie, node: int, stamp: int) -> None:
-    """Count a node and make it the end of path ``stamp``; it keeps its largest stamp."""
+    """Count one more path through a stored node, and make the node the end of path ``stamp``.
+
+    The node keeps its largest stamp: another batch slot's path may be younger.
+    """
     mark = stamp & STAMP_MASK
     if (trie.nodes[node, STAMP] - mark) & STAMP_MASK > STAMP_MASK >> 1:
         trie.nodes[node, STAMP] = mark
@@ -193,16 +196,16 @@ def touch(trie: Trie, node: int, stamp: int) -> None:
     trie.paths[stamp % len(trie.paths)] = node
 
 
-@inlined
+@inlined_uncounted
 def enter(trie: Trie, node: int, stamp: int, child: int) -> None:
-    """Put a new node on path ``stamp``, with this CHILD."""
+    """Fill a new node that ends path ``stamp``, with this CHILD."""
     nodes = trie.nodes
     nodes[node, CHILD], nodes[node, COUNT] = child, 0
     nodes[node, STAMP] = stamp & STAMP_MASK
     touch(trie, node, stamp)
 
 
-@inlined
+@inlined_uncounted
 def add_root(trie: Trie, salt: int, stamp: int) -> int:
     """Make the root of a new salt; return 0 if an eviction popped path ``stamp``."""
     node = allocate_for(trie, stamp)
@@ -214,11 +217,11 @@ def add_root(trie: Trie, salt: int, stamp: int) -> int:
     return node
 
 
-@inlined
+@inlined_uncounted
 def add_child(trie: Trie, parent: int, place: int, stamp: int) -> None:
     """Make a child of ``parent`` for the token at ``place``, where path ``stamp`` leaves all others.
 
-    Nothing is made if an eviction pops that path; it may free the parent.
+    Make nothing if making room pops that path: ``parent`` may then be free.
     """
     node = allocate_for(trie, stamp)
     if node != 0:
@@ -233,18 +236,18 @@ def add_child(trie: Trie, parent: int, place: int, stamp: int) -> None:
         enter(trie, node, stamp, -place)
 
 
-@inlined
+@inlined_uncounted
 def split(trie: Trie, node: int, size: int) -> None:
-    """Make the only child, an entry, of a node of ``size`` tokens whose path runs on in the text.
+    """Store the next token of the path of ``node``, whose window has ``size`` tokens.
 
-    Another path has come to the node. If the first one ends there, it has no child.
+    A second path has reached the node. If the first one has no next token yet, there is no child.
     """
     nodes = trie.nodes
     place = -int(nodes[node, CHILD])
     nodes[node, CHILD] = 0
     stamp = full_stamp(trie, trie.text[place_before(trie, place, size - 1), TEXT_STAMP])
     after = place_after(trie, place)
-    # 0 also if the first path was popped a moment ago.
+    # If this token's touches or allocations popped the first path, ``stamp`` is NO_STAMP.
     child = allocate_for(trie, stamp) if after != 0 else 0
     if child != 0:
         nodes[child, TOKEN], nodes[child, PARENT] = trie.text[after, TEXT_TOKEN], node
@@ -252,13 +255,13 @@ def split(trie: Trie, node: int, size: int) -> None:
         enter(trie, child, stamp, -after)
 
 
-@inlined
+@inlined_uncounted
 def take_place(trie: Trie, place: int, owner: int) -> int:
     """Return the place for the next token of batch slot ``owner``, whose last one is ``place``, or 0."""
     chunks, counters = trie.chunks, trie.counters
     chunk = place // CHUNK
     if chunk != 0 and chunks[chunk, OWNER] != owner:
-        # Others took it. Its paths were popped.
+        # Another batch slot has taken this chunk; our paths there were popped.
         chunk = 0
     if chunk != 0 and (place + 1) % CHUNK != 0:
         return place + 1
@@ -277,13 +280,16 @@ def take_place(trie: Trie, place: int, owner: int) -> int:
     return int(taken * CHUNK)
 
 
-@inlined
+@inlined_uncounted
 def end_text(place: int) -> int:
-    """Return the last place of a batch slot whose text ends at ``place``: no token follows it."""
+    """End a batch slot's text at ``place``. Return its new last place, or 0 for a new chunk.
+
+    One place is skipped, which keeps its GAP, so the next text is not read as a continuation.
+    """
     return place + 1 if place != 0 and (place + 1) % CHUNK != 0 else 0
 
 
-@inlined
+@inlined_uncounted
 def start_path(trie: Trie, place: int, token: int, salt: int) -> tuple[int, int]:
     """Start a path at the root of ``salt`` with the token at ``place``.
 
@@ -305,12 +311,12 @@ def start_path(trie: Trie, place: int, token: int, salt: int) -> tuple[int, int]
     return stamp, root
 
 
-@inlined
+@inlined_uncounted
 def find_and_touch(trie: Trie, ends: Int32, stamps: Int64, found: Int32, token: int) -> None:
     """Fill ``found[d]`` with the child of ``ends[d]`` for ``token``, and mark it as seen.
 
-    It is 0 if there is none, and IN_TEXT for a path that runs in the text. All look-ups come first:
-    they do not depend on each other, so their cache misses overlap.
+    It is 0 if there is none, and IN_TEXT for a path that goes on in the text. All look-ups run before
+    the first write, so that their cache misses overlap.
     """
     nodes = trie.nodes
     for d in range(len(found)):
@@ -318,7 +324,7 @@ def find_and_touch(trie: Trie, ends: Int32, stamps: Int64, found: Int32, token: 
         node = int(nodes[end, CHILD])
         if node > 0 and nodes[node, TOKEN] != token:
             node = find_sibling(trie, end, token) if nodes[node, NEXT] != 0 else 0
-        # The node "none" has no child.
+        # ``ends[d]`` is 0 for a popped path; node 0 has no child.
         found[d] = node if node >= 0 else IN_TEXT
     for d in range(len(found)):
         node = int(found[d])
@@ -330,14 +336,14 @@ def find_and_touch(trie: Trie, ends: Int32, stamps: Int64, found: Int32, token: 
                 link_first(nodes, parent, node)
 
 
-@inlined
+@inlined_uncounted
 def insert_token(trie: Trie, place: int, stamps: Int64, scratch: Int32, salt: int, token: int) -> None:
     """Extend the paths that end at a sequence's last token by one token, and start a new path.
 
     Args:
         place: of the token in the text, from ``take_place``.
-        stamps: int64 [depth + 1]; ``stamps[d]`` is that of the path of the last ``d`` tokens, which
-            is dead once it is popped.
+        stamps: int64 [depth + 1]; ``stamps[d]`` is that of the path of the last ``d`` tokens; below
+            OLDEST_STAMP once it is popped.
         scratch: int32 [at least 2 * depth].
     """
     depth = len(stamps) - 1
@@ -345,10 +351,10 @@ def insert_token(trie: Trie, place: int, stamps: Int64, scratch: Int32, salt: in
     paths, counters = trie.paths, trie.counters
     first, ends[0] = start_path(trie, place, token, salt)
     stamps[0] = first
-    entry, oldest = first % len(paths), counters[OLDEST_STAMP]
+    newest, oldest = first % len(paths), counters[OLDEST_STAMP]
     for d in range(1, depth):
-        # Live stamps differ by less than there are entries; dividing each takes longer.
-        at = entry - (first - stamps[d])
+        # ``stamps[d] % len(paths)`` without a division: live stamps differ by less than that.
+        at = newest - (first - stamps[d])
         ends[d] = paths[at if at >= 0 else at + len(paths)] if stamps[d] >= oldest else 0
     find_and_touch(trie, ends, stamps, found, token)
     is_seen = found[depth - 1] > 0
@@ -356,10 +362,12 @@ def insert_token(trie: Trie, place: int, stamps: Int64, scratch: Int32, salt: in
         stamp, node = stamps[d], int(found[d])
         stamps[d + 1] = stamp
         if node == IN_TEXT or stamp < counters[OLDEST_STAMP]:
+            # If it was popped meanwhile, its node may be free.
             continue
         if node == 0:
             add_child(trie, ends[d], place, stamp)
         elif d + 1 < depth and trie.nodes[node, CHILD] < 0:
             split(trie, node, d + 1)
+    # A window of full depth came again: store its suffix link.
     if is_seen and stamps[depth] >= counters[OLDEST_STAMP]:
         trie.nodes[found[depth - 1], CHILD] = paths[stamps[depth - 1] % len(paths)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foretoken_kernels.cpu.compile import carray, cgutils, emitted, ir, types, viewing
+from foretoken_kernels.cpu.compile import carray, cgutils, emitted, inlined, ir, types
 
 _FAR = 1 << 48
 
@@ -19,7 +19,7 @@ def _array_at(dtype: Any) -> Any:
 
         return types.CPointer(dtype)(types.int64), codegen
 
-    @viewing
+    @inlined
     def array_at(address: int) -> Any:
         return carray(pointer_to(address), _FAR)
 
@@ -42,7 +42,7 @@ def _pointer_like(_typing: Any, _address: Any, template: Any) -> Any:
     return types.CPointer(template.dtype)(types.int64, template), codegen
 
 
-@viewing
+@inlined
 def array_like(address: int, template: Any) -> Any:
     """Return an array at ``address`` with the element type of ``template``."""
     return carray(_pointer_like(address, template), _FAR)

@@ -1,9 +1,5 @@
 """Compile functions with numba, and keep the results on disk between runs.
 
-They allocate nothing, so they do without numba's reference counts (``_nrt``): counting took more than
-half of the n-gram drafter's time, because each call of a compiled function counts each array that
-it gets.
-
 Only functions that Python calls are cached. numba's own cache watches one source file, so it would
 miss a change in a file whose functions are inlined. Here the digest of the function's folder and of
 this one decides whether a cached function is valid.
@@ -74,20 +70,30 @@ def emitted(typed: Callable[..., Any]) -> Any:
 
 def inlined(function: Function) -> Function:
     """Compile a function that only other compiled functions call."""
-    return cast(Function, _numba.njit(error_model="numpy", _nrt=False)(function))
+    return cast(Function, _numba.njit(error_model="numpy")(function))
 
 
-def viewing(function: Function) -> Function:
-    """Compile a function that only other compiled functions call, and that returns a new view of memory.
+def inlined_uncounted(function: Function) -> Function:
+    """Do as ``inlined``, without reference counts: for functions that make no array.
 
-    numba makes new arrays only where it counts references.
+    Each call of a compiled function counts every array that it gets, which took more than half of
+    the n-gram drafter's time. Slices of given arrays may be made, but no views of other memory.
     """
-    return cast(Function, _numba.njit(error_model="numpy", _nrt=True)(function))
+    return cast(Function, _numba.njit(error_model="numpy", _nrt=False)(function))
 
 
 def compiled(function: Function) -> Function:
     """Compile a function that Python calls: it releases the GIL and is cached on disk."""
-    dispatcher = _numba.njit(nogil=True, error_model="numpy", _nrt=False)(function)
+    return _cached(function, _numba.njit(nogil=True, error_model="numpy"))
+
+
+def compiled_uncounted(function: Function) -> Function:
+    """Do as ``compiled``, without reference counts: see ``inlined_uncounted``."""
+    return _cached(function, _numba.njit(nogil=True, error_model="numpy", _nrt=False))
+
+
+def _cached(function: Function, compiler: Callable[[Function], Any]) -> Function:
+    dispatcher = compiler(function)
     # numba may write to no folder: each process compiles.
     with contextlib.suppress(RuntimeError):
         dispatcher._cache = _FolderCache(function)

@@ -273,7 +273,7 @@ NGRAM_SETTINGS = st.builds(
 def random_rows(seed: int, count: int) -> Iterator[dict[str, Any]]:
     """Yield the columns of one row after another, over so few tokens that most windows come again.
 
-    Now and then a sequence ends, tokens are missed, or a token is outside the vocabulary of 8. Some
+    Now and then a sequence ends or is sent anew, tokens are missed, or a token is outside the vocabulary of 8. Some
     sequences have a prediction, sent in one piece or more.
     """
     random = np.random.default_rng(seed)
@@ -289,6 +289,9 @@ def random_rows(seed: int, count: int) -> Iterator[dict[str, Any]]:
                 0,
                 int(random.integers(9)),
             )
+        if random.random() < 0.03:
+            # It is sent anew.
+            length = 0
         tokens = random.integers(alphabet, size=random.integers(0, 9)).tolist()
         is_predicted = random.random() < (0.5 if length == 0 else 0.05)
         prediction = random.integers(alphabet, size=random.integers(1, 60)).tolist() if is_predicted else []
