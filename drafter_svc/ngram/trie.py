@@ -8,17 +8,18 @@ then ends at the node of that suffix. So every suffix is already matched, withou
 
 - Most windows occur once. Where a path leaves all others it gets one stored node. Its later tokens
   stay in the text, which is kept, so they cost nothing. The stored node's CHILD is minus the place
-  of its token in the text. Each later place is a *text node*, numbered minus the place: it has count
-  1 and no siblings. When a second path reaches that stored node, the first path's next token becomes
-  a stored node too, and the first path goes on in the text from there. So a stored node with a
-  negative CHILD has one live path, and is that path's last stored node. (After the leaves of E.
-  Ukkonen, "On-line construction of suffix trees", 1995, which grow with the text in the same way.)
+  of its token in the text. Each later place is a *text node*, numbered minus the place: it has
+  count 1 and no siblings. When a second path reaches that stored node, the first path's next token
+  becomes a stored node too, and the first path goes on in the text from there. So a stored node
+  with a negative CHILD has one live path, and is that path's last stored node. (After the leaves of
+  E. Ukkonen, "On-line construction of suffix trees", 1995, which grow with the text in the same
+  way.)
 - Each path start takes the next *stamp*. A stored node carries the largest stamp of its paths, so a
   parent is never older than its child. Eviction pops the oldest stamp. It walks that path up from
   its last stored node and frees nodes until it meets one that a later path shares. This is
   least-recently-used order without a list.
-- Nodes live at least until their path is popped. The saved end of a popped path may be a freed node,
-  so its stamp is compared with OLDEST_STAMP before it is read.
+- Nodes live at least until their path is popped. The saved end of a popped path may be a freed
+  node, so its stamp is compared with OLDEST_STAMP before it is read.
 - The text is a ring of chunks. Before a chunk is reused, all paths that start in it are popped. A
   batch slot's text goes on from chunk to chunk, and nothing is ever moved.
 - A stored node at full depth holds a suffix link, the node of its window without the first token.
@@ -52,11 +53,11 @@ ROOT = -1
 TEXT_TOKEN, TEXT_STAMP = range(2)
 # Marks a place without a token.
 GAP = -1
-# Places in a chunk. A path is shorter, so it spans two chunks at most. Place 0 is "none", so chunk 0
-# is not used.
+# Places in a chunk. A path is shorter, so it spans two chunks at most. Place 0 is "none", so chunk
+# 0 is not used.
 CHUNK = 128
-# Columns of Trie.chunks: the batch slot that fills it, the stamp of the last path that starts in it,
-# and the next and previous chunks of the same text (0: none).
+# Columns of Trie.chunks: the batch slot that fills it, the stamp of the last path that starts in
+# it, and the next and previous chunks of the same text (0: none).
 OWNER, LAST_STAMP, CHUNK_AFTER, CHUNK_BEFORE = range(4)
 # Extra chunks, because each batch slot's last chunk is partly empty.
 SPARE_CHUNKS = 64
@@ -200,7 +201,7 @@ def find_sibling(trie: Trie, parent: int, token: int) -> int:
 
 @inlined_uncounted
 def full_stamp(trie: Trie, mark: int) -> int:
-    """Return the stamp whose low 31 bits are ``mark``, or NO_STAMP if it was popped a moment ago."""
+    """Return the stamp whose low 31 bits are ``mark``; NO_STAMP if it was popped a moment ago."""
     oldest = trie.counters[OLDEST_STAMP]
     age = (mark - oldest) & STAMP_MASK
     return int(oldest + age) if age <= STAMP_MASK >> 1 else NO_STAMP

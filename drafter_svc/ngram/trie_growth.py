@@ -1,4 +1,4 @@
-"""Compiled loops of the n-gram drafter: how the trie learns a token, and evicts the oldest paths."""
+"""Compiled loops of the n-gram drafter: the trie learns a token, and evicts the oldest paths."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def add_root(trie: Trie, salt: int, stamp: int) -> int:
 
 @inlined_uncounted
 def add_child(trie: Trie, parent: int, place: int, stamp: int) -> None:
-    """Make a child of ``parent`` for the token at ``place``, where path ``stamp`` leaves all others.
+    """Make a child of ``parent`` for the token at ``place``: path ``stamp`` leaves all others here.
 
     Make nothing if making room pops that path: ``parent`` may then be free.
     """
@@ -247,7 +247,7 @@ def split(trie: Trie, node: int, size: int) -> None:
     nodes[node, CHILD] = 0
     stamp = full_stamp(trie, trie.text[place_before(trie, place, size - 1), TEXT_STAMP])
     after = place_after(trie, place)
-    # If this token's touches or allocations popped the first path, ``stamp`` is NO_STAMP.
+    # If this token's allocations popped the first path, ``stamp`` is NO_STAMP: no node then.
     child = allocate_for(trie, stamp) if after != 0 else 0
     if child != 0:
         nodes[child, TOKEN], nodes[child, PARENT] = trie.text[after, TEXT_TOKEN], node
@@ -257,7 +257,10 @@ def split(trie: Trie, node: int, size: int) -> None:
 
 @inlined_uncounted
 def take_place(trie: Trie, place: int, owner: int) -> int:
-    """Return the place for the next token of batch slot ``owner``, whose last one is ``place``, or 0."""
+    """Return the place for the next token of batch slot ``owner``.
+
+    ``place``: of its last token; 0: a new chunk.
+    """
     chunks, counters = trie.chunks, trie.counters
     chunk = place // CHUNK
     if chunk != 0 and chunks[chunk, OWNER] != owner:
@@ -315,8 +318,8 @@ def start_path(trie: Trie, place: int, token: int, salt: int) -> tuple[int, int]
 def find_and_touch(trie: Trie, ends: Int32, stamps: Int64, found: Int32, token: int) -> None:
     """Fill ``found[d]`` with the child of ``ends[d]`` for ``token``, and mark it as seen.
 
-    It is 0 if there is none, and IN_TEXT for a path that goes on in the text. All look-ups run before
-    the first write, so that their cache misses overlap.
+    It is 0 if there is none, and IN_TEXT for a path that goes on in the text. All look-ups run
+    before the first write, so that their cache misses overlap.
     """
     nodes = trie.nodes
     for d in range(len(found)):
