@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from drafter_svc.ngram.candidates import new_scratch
 from drafter_svc.ngram.corpora import CorpusStore
-from drafter_svc.ngram.sequences import BATCH_SLOT_OF, GENERATION, NUM_COLUMNS, PLACE, new_sequences
+from drafter_svc.ngram.sequences import BATCH_SLOT_OF, GENERATION, NUM_COLUMNS, new_sequences
 from drafter_svc.ngram.settings import NgramSettings
 from drafter_svc.ngram.tree import Drafted, SentRows, draft_rows
-from drafter_svc.ngram.trie import NO_STAMP, NUM_EVICTIONS, NUM_NODES, new_trie
+from drafter_svc.ngram.trie import NUM_EVICTIONS, NUM_NODES, new_trie
 from foretoken.drafting import DraftBatch, DrafterNeeds, DraftRequest, TargetInfo
 from foretoken.errors import PreconditionError
 
@@ -139,10 +139,8 @@ class NgramDrafter:
         """Forget the text of batch slots; their tenants' history stays."""
         for batch_slot in batch_slots:
             if 0 <= batch_slot < len(self._sequences.state):
-                # Its place in the trie's text stays.
-                self._sequences.state[batch_slot, :PLACE] = 0
+                # The next sequence of the batch slot starts anew.
                 self._sequences.state[batch_slot, GENERATION] = -1
-                self._sequences.stamps[batch_slot] = NO_STAMP
 
     def gauges(self) -> dict[str, float]:
         """Return the sizes of trie and corpora, and how many rows were drafted for."""

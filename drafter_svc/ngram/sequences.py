@@ -159,7 +159,7 @@ def learn_row(
     if other or known_before < state[SEEN]:
         start_sequence(state, columns)
         state[SEEN] = 0
-    if other or known_before != state[SEEN] or state[OWN_LENGTH] == 0:
+    if known_before != state[SEEN] or state[OWN_LENGTH] == 0:
         break_off(sequences, batch_slot, window)
         missed = known_before - max(state[SEEN], columns[PROMPT_LENGTH_OF])
         if missed > 0:

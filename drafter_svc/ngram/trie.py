@@ -180,19 +180,11 @@ def next_sibling(trie: Trie, node: int) -> int:
 @inlined_uncounted
 def find_child(trie: Trie, parent: int, token: int) -> int:
     """Return the child of ``parent`` for ``token``, or 0."""
-    nodes = trie.nodes
-    node = int(nodes[parent, CHILD]) if parent >= 0 else parent
-    if node < 0:
-        after = place_after(trie, -node)
-        return -after if trie.text[after, TEXT_TOKEN] == token else 0
-    if node == 0 or nodes[node, TOKEN] == token:
+    node = first_child(trie, parent)
+    if node == 0 or token_of(trie, node) == token:
         return node
-    return find_sibling(trie, parent, token) if nodes[node, NEXT] != 0 else 0
-
-
-@inlined_uncounted
-def find_sibling(trie: Trie, parent: int, token: int) -> int:
-    """Return the child of ``parent``, which has several, for ``token``, or 0."""
+    if next_sibling(trie, node) == 0:
+        return 0
     node = int(trie.buckets[bucket_of(trie.buckets, mix(parent, token))])
     while node != 0 and (trie.nodes[node, PARENT] != parent or trie.nodes[node, TOKEN] != token):
         node = int(trie.nodes[node, CHAIN])

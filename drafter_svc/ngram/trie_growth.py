@@ -35,7 +35,7 @@ from drafter_svc.ngram.trie import (
     Int64,
     Trie,
     bucket_of,
-    find_sibling,
+    find_child,
     full_stamp,
     mix,
     place_after,
@@ -219,7 +219,7 @@ def add_root(trie: Trie, salt: int, stamp: int) -> int:
 
 @inlined_uncounted
 def add_child(trie: Trie, parent: int, place: int, stamp: int) -> None:
-    """Make a child of ``parent`` for the token at ``place``: path ``stamp`` leaves all others here.
+    """Make a child of ``parent`` for the token at ``place``; path ``stamp`` goes on in the text there.
 
     Make nothing if making room pops that path: ``parent`` may then be free.
     """
@@ -242,17 +242,13 @@ def split(trie: Trie, node: int, size: int) -> None:
 
     A second path has reached the node. If the first one has no next token yet, there is no child.
     """
-    nodes = trie.nodes
-    place = -int(nodes[node, CHILD])
-    nodes[node, CHILD] = 0
+    place = -int(trie.nodes[node, CHILD])
+    trie.nodes[node, CHILD] = 0
     stamp = full_stamp(trie, trie.text[place_before(trie, place, size - 1), TEXT_STAMP])
     after = place_after(trie, place)
-    # If this token's allocations popped the first path, ``stamp`` is NO_STAMP: no node then.
-    child = allocate_for(trie, stamp) if after != 0 else 0
-    if child != 0:
-        nodes[child, TOKEN], nodes[child, PARENT] = trie.text[after, TEXT_TOKEN], node
-        link_first(nodes, node, child)
-        enter(trie, child, stamp, -after)
+    if after != 0:
+        # If this token's allocations popped the first path, ``stamp`` is NO_STAMP: no node then.
+        add_child(trie, node, after, stamp)
 
 
 @inlined_uncounted
@@ -324,11 +320,8 @@ def find_and_touch(trie: Trie, ends: Int32, stamps: Int64, found: Int32, token: 
     nodes = trie.nodes
     for d in range(len(found)):
         end = int(ends[d])
-        node = int(nodes[end, CHILD])
-        if node > 0 and nodes[node, TOKEN] != token:
-            node = find_sibling(trie, end, token) if nodes[node, NEXT] != 0 else 0
         # ``ends[d]`` is 0 for a popped path; node 0 has no child.
-        found[d] = node if node >= 0 else IN_TEXT
+        found[d] = find_child(trie, end, token) if nodes[end, CHILD] >= 0 else IN_TEXT
     for d in range(len(found)):
         node = int(found[d])
         if node > 0:

@@ -34,8 +34,8 @@ ROW_SHARE = 0.1
 LEVEL_SHARE = 0.08
 BASE_SPREAD, LEVEL_SPREAD = 0.3, 0.2
 # Of the target's pass over the batch: no drafter's level takes less. Steps of one shape do not tell
-# base and level apart. A chain's first steps were slow for another reason, and those of a deeper tree
-# were not, so the estimate for a level fell below zero.
+# base and level apart. On an H200, a chain's first steps were slow for another reason. The deeper
+# tree's steps after them were faster, so the estimate for a level fell below zero.
 LEAST_LEVEL_SHARE = 0.02
 # Of the shape's own pass.
 OWN_SPREAD = 0.02
