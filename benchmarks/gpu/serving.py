@@ -268,7 +268,7 @@ def parser() -> argparse.ArgumentParser:
         "--requests",
         type=int,
         default=5,
-        help="of each stream of a closed load; three times as many of the short ones at 16",
+        help="of each stream of a closed load; three times as many of the short ones at 4 and 16",
     )
     found.add_argument("--seconds", type=float, default=20.0, help="length of Poisson arrivals")
     found.add_argument("--best-tokens-per-s", type=float, default=0.0, help="of Poisson rates; 0: auto's best of core")
