@@ -54,8 +54,11 @@ def add(name: str, paths: tuple[Path, ...], key_file: Path, url: str, drafter: s
 def list_corpora(key_file: Path, url: str, drafter: str) -> None:
     """List all corpora with their tokens and drafters."""
     with _client(url, key_file, drafter) as client:
-        for info in client.list():
+        found = client.list()
+        for info in found:
             _show(info)
+        if not found:
+            print("no corpora")
 
 
 @app.command()

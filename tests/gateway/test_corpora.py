@@ -248,6 +248,7 @@ async def test_commands(operated: Operated, tmp_path: Path) -> None:
     assert await run("list") == both
     assert await run("remove", "docs") == (0, "", "")
     assert operated.corpora == [{}, {}]
+    assert await run("list") == (0, "no corpora\n", "")
     assert await run("remove", "docs") == (1, "", "foretoken: there is no corpus 'docs'\n")
     status, output, errors = await run("remove", "a/b")
     assert (status, output) == (1, "") and errors.startswith("foretoken: NAME must be 1 to 64 characters of a-z")
