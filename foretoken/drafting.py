@@ -8,6 +8,7 @@ has the calls that a drafter answers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -57,6 +58,8 @@ def starts_of(*counts: Iterable[int]) -> Int32:
 # The target's hidden state after its last norm. A number l >= 0 is the state that enters layer l,
 # before any norm; the number of layers is the state that leaves the last layer.
 FINAL_NORM = -1
+# Up to so many nodes, numbers are looked at one by one: an array costs more to touch than to use.
+FEW_NODES = 24
 
 
 class TreeLimits(NamedTuple):
@@ -290,11 +293,24 @@ class DraftBatch:
         starts = self.node_starts[:-1]
         if not len(starts):
             return np.zeros(0, np.bool_)
+        if len(self.tokens) <= FEW_NODES:
+            return np.array([self._is_sound(row, root, vocab_size) for row, root in enumerate(roots.tolist())])
         places = np.arange(len(self.tokens)) - np.repeat(starts, np.diff(self.node_starts))
         is_sound = (self.tokens >= 0) & (self.tokens < vocab_size) & ~np.isnan(self.scores)
         is_sound &= (self.parents >= np.where(places == 0, -1, 0)) & (self.parents < places)
         are_sound: NDArray[np.bool_] = np.logical_and.reduceat(is_sound, starts) & (self.tokens[starts] == roots)
         return are_sound
+
+    def _is_sound(self, row: int, root: int, vocab_size: int) -> bool:
+        nodes = slice(*self.node_starts[row : row + 2].tolist())
+        tokens, parents, scores = (each[nodes].tolist() for each in (self.tokens, self.parents, self.scores))
+        return (
+            tokens[0] == root
+            and parents[0] == -1
+            and all(0 <= parents[node] < node for node in range(1, len(parents)))
+            and all(0 <= token < vocab_size for token in tokens)
+            and not any(map(math.isnan, scores))
+        )
 
     def tree(self, row: int) -> DraftTree:
         """Return the tree of one row, as views of the batch."""

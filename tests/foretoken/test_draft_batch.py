@@ -7,11 +7,18 @@ import math
 import numpy as np
 import pytest
 
+from foretoken import drafting
 from foretoken.drafting import DraftBatch
 
 ROOT, VOCAB = 5, 10
 Tree = tuple[list[int], list[int]]
 SOUND: Tree = ([ROOT, 1, 2], [-1, 0, 1])
+
+
+@pytest.fixture(autouse=True, params=[0, 100])
+def _few_nodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at all nodes as arrays, or one by one."""
+    monkeypatch.setattr(drafting, "FEW_NODES", request.param)
 
 
 def batch_of(trees: list[Tree]) -> DraftBatch:

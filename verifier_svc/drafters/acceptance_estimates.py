@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from foretoken.drafting import FEW_NODES
+
 NUM_BINS = 10
 # Nodes' worth of trust in the scores themselves.
 PRIOR_NODES = 8.0
@@ -41,6 +43,8 @@ class AcceptanceEstimates:
 
     def of_scores(self, scores: NDArray[np.float32]) -> list[float]:
         """Return what the scores of nodes are worth, as chances. NaN is worth nothing."""
+        if len(scores) <= FEW_NODES:
+            return [self._chance(score) for score in scores.tolist()]
         if self._factors is None:
             # The probability 1 is in the last bin too.
             self._factors = np.array([self._factor(min(n, NUM_BINS - 1)) for n in range(NUM_BINS + 1)])
@@ -48,6 +52,10 @@ class AcceptanceEstimates:
         probabilities = np.exp(np.minimum(values, 0.0, out=values), out=values)
         chances: list[float] = (probabilities * self._factors[(probabilities * NUM_BINS).astype(np.intp)]).tolist()
         return chances
+
+    def _chance(self, score: float) -> float:
+        probability = 0.0 if math.isnan(score) else math.exp(min(score, 0.0))
+        return probability * self._factor(_bin(probability))
 
     def observe(self, scores: Sequence[float], is_accepted: Sequence[bool]) -> None:
         """Learn from a verified tree's nodes, the root left out."""

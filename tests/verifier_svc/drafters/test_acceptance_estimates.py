@@ -11,10 +11,17 @@ import random
 import numpy as np
 import pytest
 
+from verifier_svc.drafters import acceptance_estimates
 from verifier_svc.drafters.acceptance_estimates import AcceptanceEstimates, AcceptanceRate, bounded
 from verifier_svc.drafters.counters import DrafterCounters
 from verifier_svc.drafters.request import DEFAULT_STEPS, Shape, TreeBounds
 from verifier_svc.drafters.waits import DraftTimes
+
+
+@pytest.fixture(autouse=True, params=[0, 100])
+def _few_nodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at all scores as an array, or one by one."""
+    monkeypatch.setattr(acceptance_estimates, "FEW_NODES", request.param)
 
 
 def chances(estimates: AcceptanceEstimates, scores: list[float], parents: list[int]) -> list[float]:
@@ -53,6 +60,7 @@ def test_scores_beyond_what_a_chance_can_be_do_no_harm() -> None:
     estimates = AcceptanceEstimates()
     scores, siblings = [0.0, 5.0, -math.inf, math.inf], [-1, 0, 0, 0]
     assert chances(estimates, scores, siblings) == [1.0, 1.0, 0.0, 1.0]
+    assert estimates.of_scores(np.array([math.nan], np.float32)) == [0.0]
     estimates.observe(scores[1:], [True, False, True])
     assert all(map(math.isfinite, chances(estimates, scores, siblings)))
 
