@@ -94,7 +94,7 @@ def test_corpora_are_drafted_from_until_they_are_removed(stack: Stack) -> None:
     for words, expected in (
         (("list",), f"outputs: {NUM_TOKENS} tokens, drafter ngram\n"),
         (("remove", "outputs"), ""),
-        (("list",), ""),
+        (("list",), "no corpora\n"),
     ):
         command = [sys.executable, "-P", "-m", "foretoken", "corpus", *words, *options]
         done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
