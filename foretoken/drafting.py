@@ -302,8 +302,8 @@ class DraftBatch:
         return are_sound
 
     def _is_sound(self, row: int, root: int, vocab_size: int) -> bool:
-        nodes = slice(*self.node_starts[row : row + 2].tolist())
-        tokens, parents, scores = (each[nodes].tolist() for each in (self.tokens, self.parents, self.scores))
+        tree = self.tree(row)
+        tokens, parents, scores = tree.tokens.tolist(), tree.parents.tolist(), self.row_scores(row).tolist()
         return (
             tokens[0] == root
             and parents[0] == -1
@@ -314,7 +314,7 @@ class DraftBatch:
 
     def tree(self, row: int) -> DraftTree:
         """Return the tree of one row, as views of the batch."""
-        low, high = int(self.node_starts[row]), int(self.node_starts[row + 1])
+        low, high = self.node_starts[row : row + 2].tolist()
         return DraftTree(self.tokens[low:high], self.parents[low:high])
 
     def row_scores(self, row: int) -> Float32:

@@ -15,7 +15,6 @@ import numpy as np
 
 from foretoken.drafting import DeviceStep, DraftBatch, DrafterNeeds, DraftRequest
 from foretoken.transports.transport import DraftTransport, TransportClosedError
-from foretoken.tree import DraftTree
 from verifier_svc.drafters.acceptance_estimates import bounded
 from verifier_svc.drafters.counters import DrafterCounters
 from verifier_svc.drafters.deadline import Deadline
@@ -370,9 +369,8 @@ class Attachment:
                 return drafts
             low, high = starts[index], starts[index + 1]
             sources = [0] + [self._number] * (high - low - 1)
-            tree = DraftTree(batch.tokens[low:high], batch.parents[low:high])
-            draft = Draft(tree, sources, scores[low:high], bounded(chances[low:high], parents[low:high]))
-            drafts.append((row, draft))
+            bounded_chances = bounded(chances[low:high], parents[low:high])
+            drafts.append((row, Draft(batch.tree(index), sources, scores[low:high], bounded_chances)))
         self._record.source.report_success()
         return drafts
 
