@@ -142,6 +142,14 @@ def wait_until(condition: Any, stack: Stack) -> None:
         time.sleep(0.02)
 
 
+def is_ready(stack: Stack) -> bool:
+    """Return whether the gateway answers and a verifier answers it."""
+    try:
+        return httpx.get(f"{stack.url}/ready", timeout=None, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 def assert_all_gone(stack: Stack, folder: Path) -> None:
     alive = [process for process in stack.descendants if process.is_running() and process.status() != "zombie"]
     assert alive == []

@@ -25,6 +25,7 @@ from tests.integration.stack import (
     SERVICES,
     Stack,
     assert_all_gone,
+    is_ready,
     running,
     stream,
     text_of,
@@ -50,13 +51,6 @@ def verifier_info(folder: Path) -> Any:
     with rpc.sync_channel(f"unix:{folder}/verifier.sock") as channel:
         stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
         return stub.GetInfo(verifier_pb2.GetInfoRequest(), wait_for_ready=True)
-
-
-def is_ready(stack: Stack) -> bool:
-    try:
-        return httpx.get(f"{stack.url}/ready", timeout=None, trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def is_unused(info: Any) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.stack import LONG, running, stream, text_of, wait_until
+from tests.integration.stack import LONG, is_ready, running, stream, text_of, wait_until
 from tests.support.collector import Collector, ReceivedSpan, collecting
 
 pytestmark = pytest.mark.slow
@@ -33,10 +33,13 @@ def request_that_loses_its_verifier(
         # On a busy machine the answer may be complete first, or the
         # rest before its drafter is back.
         while figures["num_resumes"] != 1 or not figures["num_accepted_draft_tokens"]:
+            # A request that came before the last attempt's verifier is replaced would first wait.
+            wait_until(lambda: is_ready(stack), stack)
             verifier = stack.service("verifier")
             chunks = stream(stack.url, **fields)
             next(chunks)
             verifier.kill()
+            verifier.wait()
             rest = list(chunks)
             num_asked += 1
             figures = rest[-1]["metrics"]["speculative_decoding"]
