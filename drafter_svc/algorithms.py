@@ -10,10 +10,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from foretoken.config import Settings
+
+Placement = Literal["process", "in-process"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Algorithm:
         checker: a function that checks the model's files without reading a weight.
         options: a settings class; its fields are flags ``--speculative-NAME-...``. Every command
             imports its module, so that loads no library, nor drafter_svc.config.
+        placement: where ``foretoken serve`` runs it unless told otherwise: in a process of its own,
+            or in the verifier's. The verifier's thread waits for what runs inside.
     """
 
     name: str
@@ -43,6 +47,7 @@ class Algorithm:
     needs_model: bool = False
     checker: str = ""
     options: str = ""
+    placement: Placement = "process"
 
     @property
     def field(self) -> str:
@@ -95,8 +100,12 @@ _HEAD_CHECKER = "drafter_svc.checkpoint.model_folder:check_head_folder"
 ALGORITHMS = {
     row.name: row
     for row in (
+        # It answers in less time than it takes to wake another process.
         Algorithm(
-            "NGRAM", "drafter_svc.ngram.drafter:make_drafter", options="drafter_svc.ngram.settings:NgramSettings"
+            "NGRAM",
+            "drafter_svc.ngram.drafter:make_drafter",
+            options="drafter_svc.ngram.settings:NgramSettings",
+            placement="in-process",
         ),
         # EAGLE-2 has the weights of EAGLE.
         Algorithm("EAGLE", _HEAD_MAKER, ("EAGLE2",), _HEAD_SETTINGS, needs_model=True, checker=_HEAD_CHECKER),

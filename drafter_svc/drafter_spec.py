@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field
 
-from drafter_svc.algorithms import ALGORITHMS, Algorithm, all_keys
+from drafter_svc.algorithms import ALGORITHMS, Algorithm, Placement, all_keys
 from drafter_svc.config import AlgorithmName, DrafterThreads
 from foretoken.config import Settings, build, parse_pairs
 from foretoken.drafter_names import FLAG, DrafterName
@@ -28,7 +27,7 @@ class DrafterSpec(Settings):
     # At a temperature, whether it drafts by the sampler's noise.
     coupled_noise: bool = True
     # Where ``foretoken serve`` runs it; None: as --drafter-placement says.
-    placement: Literal["process", "in-process"] | None = None
+    placement: Placement | None = None
 
     @property
     def row(self) -> Algorithm:

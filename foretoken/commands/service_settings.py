@@ -75,10 +75,11 @@ class ServeOptions(GatewayOptions):
         default=(),
         description="A drafter to start, instead of --speculative-algorithm; may be given several times.",
     )
-    drafter_placement: Literal["process", "in-process"] = Field(
-        default="process",
+    drafter_placement: Literal["auto", "process", "in-process"] = Field(
+        default="auto",
         description="Where drafters without a placement run: in a separate process, or in the verifier's, without "
-        "transfers and without isolation.",
+        "transfers and without isolation; auto: n-grams in the verifier's, which takes less time than waking a "
+        "process, all others in a separate one.",
     )
     mps: Literal["auto", "on", "off"] = Field(
         default="auto",
@@ -447,16 +448,17 @@ def _meant(typed: str, path: str | None, target: str, notices: list[str]) -> tup
 
 
 def _demo_drafters(folder: Path) -> list[DrafterSpec]:
-    """Return the demo's drafters: a trained head in its own process, n-grams in the verifier's."""
+    """Return the demo's drafters: a trained head, and n-grams."""
     token_map = folder / "token_map.safetensors"
     return [
         DrafterSpec(name="eagle3", algorithm="EAGLE3", model=str(folder / "eagle3"), token_map=token_map),
-        DrafterSpec(name="ngram", algorithm="NGRAM", placement="in-process"),
+        DrafterSpec(name="ngram", algorithm="NGRAM"),
     ]
 
 
 def _is_inside(spec: DrafterSpec, options: ServeOptions) -> bool:
-    return (spec.placement or options.drafter_placement) == "in-process"
+    placement = options.drafter_placement if spec.placement is None else spec.placement
+    return (spec.row.placement if placement == "auto" else placement) == "in-process"
 
 
 def _drafter_option(given: Given, key: str) -> str:

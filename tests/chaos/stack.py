@@ -53,7 +53,7 @@ class Stack:
         command = [sys.executable, "-P", "-m", "foretoken", "serve", str(MODEL)]
         command += ["--port", str(port), "--grpc-port", str(grpc_port), *flags]
         command += ["--drafter", f"name={DRAFTERS['head']},algorithm=EAGLE3,model={HEAD},token_map={TOKEN_MAP}"]
-        command += ["--drafter", f"name={DRAFTERS['drafter']},algorithm=NGRAM"]
+        command += ["--drafter", f"name={DRAFTERS['drafter']},algorithm=NGRAM,placement=process"]
         log = tempfile.TemporaryFile()  # noqa: SIM115  # kill() closes it.
         process = subprocess.Popen(
             command, env=child_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

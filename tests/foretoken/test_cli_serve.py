@@ -33,6 +33,7 @@ NGRAM = (
     *("--speculative-ngram-min-bfs-breadth", "2", "--speculative-ngram-max-bfs-breadth", "3"),
     *("--speculative-ngram-capacity", "4096", "--speculative-ngram-order", "frequency"),
 )
+HEAD = ("--drafter", "name=head,algorithm=EAGLE3,model=.", "--drafter", "name=ngram,algorithm=NGRAM")
 NGRAM_SETTINGS = NgramSettings(
     min_match_window_size=2,
     max_match_window_size=5,
@@ -51,7 +52,7 @@ def test_serve_starts_drafter_verifier_and_gateway_with_its_flags(
 ) -> None:
     # The machine seems to have a GPU, as some of the flags need one.
     monkeypatch.setattr("foretoken.mps.DRIVER", tmp_path)
-    serve(str(tmp_path), *ONE_OF_EACH, *NGRAM)
+    serve(str(tmp_path), *ONE_OF_EACH, *NGRAM, "--drafter-placement", "process")
     assert list(supervised) == ["drafter ngram", "verifier", "gateway"]
     assert [service.required for service in supervised.values()] == [False, True, True]
     for service in supervised.values():
@@ -176,12 +177,24 @@ def test_an_in_process_drafter_gets_its_flags_through_the_verifier(
     assert in_process == {"ngram": DrafterSettings(name="ngram", address="unix:/none", ngram=NGRAM_SETTINGS)}
 
 
+@pytest.mark.parametrize(
+    ("placement", "outside"),
+    [("auto", ["head"]), ("process", ["head", "ngram"]), ("in-process", [])],
+)
+def test_only_ngrams_run_in_the_verifiers_process_unless_told_otherwise(
+    tmp_path: Path, supervised: dict[str, Service], placement: str, outside: list[str]
+) -> None:
+    flags = () if placement == "auto" else ("--drafter-placement", placement)
+    serve(str(tmp_path), *HEAD, *flags)
+    assert list(supervised) == [*(f"drafter {name}" for name in outside), "verifier", "gateway"]
+
+
 def test_a_drafter_may_say_itself_where_it_runs(
     tmp_path: Path, served: dict[str, tuple[Any, ...]], supervised: dict[str, Service]
 ) -> None:
     outside = ("--drafter", "name=head,algorithm=EAGLE3,model=.,placement=process")
     inside = ("--drafter", "name=ngram,algorithm=NGRAM,placement=in-process")
-    serve(str(tmp_path), *outside, *inside)
+    serve(str(tmp_path), *outside, *inside, "--drafter-placement", "process")
     assert list(supervised) == ["drafter head", "verifier", "gateway"]
     invoke(*words(supervised["verifier"]))
     verifier, in_process = served["verifier"]
@@ -242,15 +255,12 @@ def test_the_sockets_of_a_stack_go_with_it(tmp_path: Path, supervised: dict[str,
 def test_a_drafter_may_be_called_as_its_verifier(
     tmp_path: Path, served: dict[str, tuple[Any, ...]], supervised: dict[str, Service]
 ) -> None:
-    serve(str(tmp_path), "--drafter", "name=verifier,algorithm=NGRAM")
+    serve(str(tmp_path), "--drafter", "name=verifier,algorithm=NGRAM,placement=process")
     for service in supervised.values():
         invoke(*words(service))
     (drafter,), (verifier, _) = served["drafter"], served["verifier"]
     assert verifier.drafters == (DrafterEndpoint(name="verifier", address=drafter.address),)
     assert verifier.address != drafter.address
-
-
-HEAD = ("--drafter", "name=head,algorithm=EAGLE3,model=.", "--drafter", "name=ngram,algorithm=NGRAM")
 
 
 @pytest.fixture
@@ -265,11 +275,11 @@ def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_verifier_and_model_drafters_are_clients_of_one_mps_daemon(
     tmp_path: Path, supervised: dict[str, Service], journal: Path
 ) -> None:
-    serve(str(tmp_path), *HEAD)
+    serve(str(tmp_path), *HEAD, "--drafter", "name=outside,algorithm=NGRAM,placement=process")
     verifier, head = supervised["verifier"], supervised["drafter head"]
     assert verifier.environment == head.environment and PIPES in verifier.environment
     assert verifier.shares_faults and head.shares_faults and verifier.before_kill
-    for other in ("drafter ngram", "gateway"):
+    for other in ("drafter outside", "gateway"):
         assert not supervised[other].environment and not supervised[other].shares_faults
     assert journal.read_text().splitlines()[-1].startswith("quit")
 
@@ -321,12 +331,17 @@ def test_the_demo_model_is_served_with_its_drafters(
     assert (verifier.model.name, verifier.served_model_name) == ("target", "foretoken-demo")
 
 
-def test_named_drafters_take_the_place_of_the_demos(supervised: dict[str, Service]) -> None:
+def test_named_drafters_take_the_place_of_the_demos(
+    served: dict[str, tuple[Any, ...]], supervised: dict[str, Service]
+) -> None:
     invoke("serve", "demo", *ports(), "--speculative-algorithm", "NONE")
     assert list(supervised) == ["verifier", "gateway"]
     supervised.clear()
     invoke("serve", "demo", *ports(), "--drafter", "name=mine,algorithm=NGRAM")
-    assert list(supervised) == ["drafter mine", "verifier", "gateway"]
+    assert list(supervised) == ["verifier", "gateway"]
+    invoke(*words(supervised["verifier"]))
+    verifier, in_process = served["verifier"]
+    assert (verifier.drafters, list(in_process)) == ((), ["mine"])
 
 
 def ports() -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from foretoken.supervisor import Service
 from tests.support.command_line import ENVIRONMENT, foretoken, invoke, serve, words
 
 SETTINGS = ("--threads", "3", "--disable-radix-cache", "--drain-timeout", "50", "--served-model-name", "a,b")
-DRAFTERS = ("--drafter", "name=x,algorithm=NGRAM", "--drafter", "name=y,algorithm=NGRAM,placement=in-process")
+DRAFTERS = ("--drafter", "name=x,algorithm=NGRAM,placement=process", "--drafter", "name=y,algorithm=NGRAM")
 ADDRESS = "10.0.0.1:7000"
 INSTALLED = ("ray", "zmq", "msgspec")
 

@@ -25,6 +25,8 @@ ENVIRONMENT = child_environment()
 SERVICES = ("gateway", "verifier", "drafter")
 # The supervisor's names where they differ.
 ANNOUNCED = {"drafter": "drafter ngram"}
+# For tests that need a drafter's process: n-grams are in the verifier's by default.
+OUTSIDE = ("--drafter-placement", "process")
 # Drafts of an exact shape are verified whether they pay or not: on a
 # busy machine they may never pay.
 EXACT = {"shape": {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}}

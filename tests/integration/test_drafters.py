@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from foretoken.commands.drafter_commands import NOT_ATTACHED_YET
-from tests.integration.stack import ENVIRONMENT, EXACT, Stack, running, stream, text_of, wait_until
+from tests.integration.stack import ENVIRONMENT, EXACT, OUTSIDE, Stack, running, stream, text_of, wait_until
 
 PROMPT = "for i in range(10):\n"
 
@@ -21,7 +21,7 @@ PROMPT = "for i in range(10):\n"
 def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("operated")
     (folder / "key").write_text("an operator's own key")
-    with running(checkpoint, folder / "log", "--admin-api-key-file", str(folder / "key")) as stack:
+    with running(checkpoint, folder / "log", *OUTSIDE, "--admin-api-key-file", str(folder / "key")) as stack:
         yield stack
 
 

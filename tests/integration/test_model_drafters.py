@@ -68,13 +68,12 @@ def stack(targets: Targets, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @contextlib.contextmanager
 def served(target: Path, folders: pytest.TempPathFactory, *specs: str, flags: Sequence[str] = ()) -> Iterator[Stack]:
-    """Run a stack whose drafters are attached; the first request attaches those in the verifier."""
+    """Run a stack whose drafters are attached."""
     drafters = [word for spec in specs for word in ("--drafter", spec)]
     names = {spec.removeprefix("name=").split(",")[0] for spec in specs}
     shape = ("--speculative-num-draft-tokens", "6")
     with running(target, folders.mktemp("served") / "log", *drafters, *shape, *flags) as stack:
-        if "in-process" not in flags:
-            wait_until(lambda: attached(stack) == names, stack)
+        wait_until(lambda: attached(stack) == names, stack)
         yield stack
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.stack import ENVIRONMENT, EXACT, Stack, running, wait_until
+from tests.integration.stack import ENVIRONMENT, EXACT, OUTSIDE, Stack, running, wait_until
 
 KEY = "an operator's own key"
 AUTH = {"authorization": f"Bearer {KEY}"}
@@ -24,7 +24,7 @@ PROMPT = "for i in range(10):\n"
 def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("operated")
     (folder / "key").write_text(KEY)
-    with running(checkpoint, folder / "log", "--admin-api-key-file", str(folder / "key")) as stack:
+    with running(checkpoint, folder / "log", *OUTSIDE, "--admin-api-key-file", str(folder / "key")) as stack:
         yield stack
 
 

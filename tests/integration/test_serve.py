@@ -24,6 +24,7 @@ from gateway.access.key_file import entry_text
 from tests.integration.stack import (
     ENVIRONMENT,
     LONG,
+    OUTSIDE,
     SERVICES,
     Stack,
     assert_all_gone,
@@ -38,7 +39,7 @@ from tests.support.certificates import Authority
 
 @pytest.fixture(scope="module")
 def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running(checkpoint, tmp_path_factory.mktemp("serve") / "log") as stack:
+    with running(checkpoint, tmp_path_factory.mktemp("serve") / "log", *OUTSIDE) as stack:
         # On a busy machine the stack is ready before it is.
         wait_until(lambda: is_drafter_attached(stack), stack)
         yield stack
@@ -70,7 +71,7 @@ def test_a_server_with_keys_and_certificates_starts_and_reloads(checkpoint: Path
     keys.write_text(entry_text("tenant", secret))
     flags = ("--api-key-file", str(keys), "--ssl-certfile", str(server.chain), "--ssl-keyfile", str(server.key))
     environment = {**ENVIRONMENT, "FORETOKEN_API_KEY": own}
-    with running(checkpoint, tmp_path / "log", *flags, environment=environment) as stack:
+    with running(checkpoint, tmp_path / "log", *flags, *OUTSIDE, environment=environment) as stack:
         url = f"https://127.0.0.1:{stack.port}"
         curl = f"curl -N --cacert {server.chain} {url}/v1/completions"
         assert f'{curl} -H "authorization: Bearer $FORETOKEN_API_KEY"' in stack.ready_text
@@ -217,7 +218,7 @@ def test_sigkill_of_serve_leaves_nothing_and_the_next_one_stops_on_a_group_signa
 
 
 def test_a_stop_before_readiness_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    stack = start(checkpoint, tmp_path / "log")
+    stack = start(checkpoint, tmp_path / "log", *OUTSIDE)
     with contextlib.closing(stack):
         wait_until(lambda: len(psutil.Process(stack.process.pid).children()) == 4, stack)
         folder = stack.runtime_folder()

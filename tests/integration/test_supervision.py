@@ -21,6 +21,7 @@ from protos import verifier_pb2, verifier_pb2_grpc
 from tests.integration.stack import (
     ANNOUNCED,
     ENVIRONMENT,
+    OUTSIDE,
     ROOT,
     SERVICES,
     Stack,
@@ -39,7 +40,7 @@ DEMO = ROOT / "models" / "demo" / "target"
 
 @pytest.fixture(scope="module", name="stack")
 def _stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running(checkpoint, tmp_path_factory.mktemp("supervision") / "log") as stack:
+    with running(checkpoint, tmp_path_factory.mktemp("supervision") / "log", *OUTSIDE) as stack:
         yield stack
 
 

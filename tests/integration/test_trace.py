@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.stack import LONG, is_ready, running, stream, text_of, wait_until
+from tests.integration.stack import LONG, OUTSIDE, is_ready, running, stream, text_of, wait_until
 from tests.support.collector import Collector, ReceivedSpan, collecting
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ def request_that_loses_its_verifier(
     """
     # With a prediction, drafts are requested from the first token on, whatever steps cost now.
     fields = {"prediction": {"type": "content", "content": LONG["prompt"]}}
-    with running(checkpoint, log, "--otlp-traces-endpoint", endpoint) as stack:
+    with running(checkpoint, log, *OUTSIDE, "--otlp-traces-endpoint", endpoint) as stack:
         num_asked, figures = 0, {"num_resumes": 0, "num_accepted_draft_tokens": 0}
         # On a busy machine the answer may be complete first, or the
         # rest before its drafter is back.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import checkpoint
-from tests.integration.stack import LONG, Stack, running
+from tests.integration.stack import LONG, OUTSIDE, Stack, running
 from tests.page.conftest import ROOT, arguments, chromium
 
 __all__ = ["checkpoint"]
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.page
 
 @pytest.fixture(scope="module")
 def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running(checkpoint, tmp_path_factory.mktemp("served") / "log") as stack:
+    with running(checkpoint, tmp_path_factory.mktemp("served") / "log", *OUTSIDE) as stack:
         yield stack
 
 
