@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from verifier_svc.drafters.handle import DrafterHandle
@@ -19,6 +20,8 @@ from verifier_svc.speculation.plan import DraftPlan
 
 # Weight of a new observation. Machines are shared and contexts grow: follow, but not every jump.
 CURVE_SMOOTHING = 0.05
+# How much of what more rows were once seen to cost is forgotten with each step of fewer rows.
+CURVE_FADING = 0.002
 # Weight of a new step in what steps take beside the pass and the waits.
 OVERHEAD_SMOOTHING = 0.02
 # How much each step lowers the belief that steps which wait for a model take longer.
@@ -39,6 +42,8 @@ class StepCosts:
             raise ValueError("step costs need at least one measured row count")
         self._rows = sorted(measured)
         self._seconds = [measured[rows] for rows in self._rows]
+        # Each over the one before, as measured at the start.
+        self._growths = [1.0] + [right / left for left, right in pairwise(self._seconds)]
 
     def estimate(self, num_rows: int) -> float:
         """Return the seconds of a step of ``num_rows`` rows."""
@@ -57,15 +62,24 @@ class StepCosts:
 
         Contexts and other processes slow each row down. If a few rows showed it and more rows were
         believed to be as fast as ever, then rows beyond the few would look cheap.
+
+        Rows that look dear are not tried, so nothing would show that they no longer are. What was
+        learnt of them fades, until they grow on what was seen as they did at the start.
         """
         ratio = seconds / self.estimate(num_rows)
         # A step of three times the estimate was disturbed from outside; it
         # says little of the next one.
         ratio = min(max(ratio, 1 / 3), 3.0)
-        index = bisect.bisect_left(self._rows, num_rows)
-        for i in range(len(self._rows)):
-            weight = CURVE_SMOOTHING / (1 + 2 * max(index - i, 0))
-            self._seconds[i] *= 1 + weight * (ratio - 1)
+        rows, known = self._rows, self._seconds
+        right = min(bisect.bisect_left(rows, num_rows), len(rows) - 1)
+        for i in range(right):
+            # In measured counts, with parts of the last one.
+            distance = right - 1 - i + min((num_rows - rows[right - 1]) / (rows[right] - rows[right - 1]), 1.0)
+            known[i] *= 1 + CURVE_SMOOTHING / (1 + 2 * distance) * (ratio - 1)
+        known[right] *= 1 + CURVE_SMOOTHING * (ratio - 1)
+        for i in range(right + 1, len(rows)):
+            known[i] *= 1 + CURVE_SMOOTHING * (ratio - 1)
+            known[i] += CURVE_FADING * (known[i - 1] * self._growths[i] - known[i])
 
 
 class StepBase(NamedTuple):

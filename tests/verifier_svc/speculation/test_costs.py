@@ -185,6 +185,30 @@ def test_rows_that_none_was_seen_of_do_not_look_cheap() -> None:
     assert costs.estimate(16) == pytest.approx(2 * costs.estimate(8))
 
 
+def test_a_count_between_two_moves_the_nearer_one_most() -> None:
+    """Else the farther one would have to move by many times the error."""
+    costs = StepCosts({1: 2.0, 8: 4.0, 16: 8.0})
+    for _ in range(500):
+        costs.observe(9, 9.0)
+    assert costs.estimate(9) == pytest.approx(9.0, rel=0.01)
+    assert 7.0 < costs.estimate(8) < 9.0 and 14.0 < costs.estimate(16) < 20.0
+
+
+def test_what_more_rows_were_seen_to_cost_is_forgotten() -> None:
+    """They are not tried while they look dear."""
+    costs = StepCosts({1: 2.0, 8: 4.0, 16: 8.0, 32: 16.0})
+    for _ in range(500):
+        costs.observe(32, 200.0)
+    assert costs.estimate(32) == pytest.approx(200.0, rel=0.01)
+    for _ in range(500):
+        costs.observe(8, 4.0)
+    assert costs.estimate(8) == pytest.approx(4.0, rel=0.01)
+    dear = costs.estimate(32)
+    for _ in range(4000):
+        costs.observe(8, 4.0)
+    assert dear > 40.0 and costs.estimate(32) == pytest.approx(16.0, rel=0.05)
+
+
 def test_one_disturbed_step_says_little() -> None:
     costs = StepCosts({1: 2.0, 8: 4.0})
     costs.observe(1, 200.0)
