@@ -143,6 +143,9 @@ def validate(
 def _unknown_in(fields: Fields, prefix: str) -> Iterator[str]:
     """Yield the unknown fields of a body's objects, as ``messages.name``."""
     for name, value in fields:
+        if isinstance(value, list) and value and type(value[0]) is int:
+            # A prompt may have many token ids.
+            continue
         for item in value if isinstance(value, list) else (value,):
             if isinstance(item, Fields):
                 for extra in item.model_extra or ():
