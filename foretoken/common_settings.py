@@ -80,7 +80,9 @@ class ServedModelSettings(LinkSettings, TracingSettings):
         "request used. Metrics, and answers to requests that name no model, use the first name.",
     )
     drain_timeout_s: Annotated[float, Flag("--drain-timeout")] = Field(
-        default=20.0, ge=0, description="Seconds that running streams have to finish after SIGTERM."
+        default=20.0,
+        ge=0,
+        description="Seconds that running streams have to finish after SIGTERM; serve takes it with --executor ray.",
     )
 
     @model_validator(mode="before")

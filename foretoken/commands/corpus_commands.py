@@ -70,6 +70,7 @@ def remove(name: str, key_file: Path, url: str, drafter: str) -> None:
     """Remove a corpus."""
     with _client(url, key_file, drafter) as client:
         client.remove(name)
+    print(f"{name}: removed")
 
 
 def _show(corpus: CorpusOf) -> None:

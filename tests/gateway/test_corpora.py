@@ -246,7 +246,7 @@ async def test_commands(operated: Operated, tmp_path: Path) -> None:
     assert await run("add", "docs", "--append", str(tmp_path / "b.txt")) == both
     assert operated.corpora == [{"docs": [first, second]}] * 2
     assert await run("list") == both
-    assert await run("remove", "docs") == (0, "", "")
+    assert await run("remove", "docs") == (0, "docs: removed\n", "")
     assert operated.corpora == [{}, {}]
     assert await run("list") == (0, "no corpora\n", "")
     assert await run("remove", "docs") == (1, "", "foretoken: there is no corpus 'docs'\n")

@@ -93,7 +93,7 @@ def test_corpora_are_drafted_from_until_they_are_removed(stack: Stack) -> None:
     options = ("--url", stack.url, "--admin-api-key-file", str(stack.log.parent / "key"))
     for words, expected in (
         (("list",), f"outputs: {NUM_TOKENS} tokens, drafter ngram\n"),
-        (("remove", "outputs"), ""),
+        (("remove", "outputs"), "outputs: removed\n"),
         (("list",), "no corpora\n"),
     ):
         command = [sys.executable, "-P", "-m", "foretoken", "corpus", *words, *options]
