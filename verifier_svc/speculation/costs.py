@@ -20,8 +20,9 @@ from verifier_svc.speculation.plan import DraftPlan
 
 # Weight of a new observation. Machines are shared and contexts grow: follow, but not every jump.
 CURVE_SMOOTHING = 0.05
-# How much of what more rows were once seen to cost is forgotten with each step of fewer rows.
-CURVE_FADING = 0.002
+# What no step has had as many rows as for so many steps is forgotten, by this much with each more.
+# Probes and tries of look-ups are at most 256 steps apart.
+FORGET_AFTER, FORGETTING = 512, 0.005
 # Weight of a new step in what steps take beside the pass and the waits.
 OVERHEAD_SMOOTHING = 0.02
 # How much each step lowers the belief that steps which wait for a model take longer.
@@ -44,6 +45,9 @@ class StepCosts:
         self._seconds = [measured[rows] for rows in self._rows]
         # Each over the one before, as measured at the start.
         self._growths = [1.0] + [right / left for left, right in pairwise(self._seconds)]
+        # Steps so far, and the last one whose rows were nearest to each count.
+        self._num_steps = 0
+        self._seen_at = [0] * len(self._rows)
 
     def estimate(self, num_rows: int) -> float:
         """Return the seconds of a step of ``num_rows`` rows."""
@@ -62,9 +66,6 @@ class StepCosts:
 
         Contexts and other processes slow each row down. If a few rows showed it and more rows were
         believed to be as fast as ever, then rows beyond the few would look cheap.
-
-        Rows that look dear are not tried, so nothing would show that they no longer are. What was
-        learnt of them fades, until they grow on what was seen as they did at the start.
         """
         ratio = seconds / self.estimate(num_rows)
         # A step of three times the estimate was disturbed from outside; it
@@ -72,14 +73,31 @@ class StepCosts:
         ratio = min(max(ratio, 1 / 3), 3.0)
         rows, known = self._rows, self._seconds
         right = min(bisect.bisect_left(rows, num_rows), len(rows) - 1)
+        # Measured counts from the one on the left to the step's rows.
+        share = min((num_rows - rows[right - 1]) / (rows[right] - rows[right - 1]), 1.0) if right else 1.0
         for i in range(right):
-            # In measured counts, with parts of the last one.
-            distance = right - 1 - i + min((num_rows - rows[right - 1]) / (rows[right] - rows[right - 1]), 1.0)
-            known[i] *= 1 + CURVE_SMOOTHING / (1 + 2 * distance) * (ratio - 1)
-        known[right] *= 1 + CURVE_SMOOTHING * (ratio - 1)
-        for i in range(right + 1, len(rows)):
+            known[i] *= 1 + CURVE_SMOOTHING / (1 + 2 * (right - 1 - i + share)) * (ratio - 1)
+        for i in range(right, len(rows)):
             known[i] *= 1 + CURVE_SMOOTHING * (ratio - 1)
-            known[i] += CURVE_FADING * (known[i - 1] * self._growths[i] - known[i])
+        self._forget_unseen(right if share >= 0.5 else right - 1)
+
+    def _forget_unseen(self, seen: int) -> None:
+        """Count a step whose rows were nearest to the count ``seen``, and forget what is long ago.
+
+        Rows that look dear are not tried, so nothing would show that they no longer are. And what
+        other counts pull along drifts where nothing holds it. So such counts go back to what they
+        were at the start beside their neighbours.
+        """
+        self._num_steps += 1
+        self._seen_at[seen] = self._num_steps
+        known, growths = self._seconds, self._growths
+        before = self._num_steps - FORGET_AFTER
+        for i in range(seen + 1, len(known)):
+            if self._seen_at[i] < before:
+                known[i] += FORGETTING * (known[i - 1] * growths[i] - known[i])
+        for i in range(seen - 1, -1, -1):
+            if self._seen_at[i] < before:
+                known[i] += FORGETTING * (known[i + 1] / growths[i + 1] - known[i])
 
 
 class StepBase(NamedTuple):

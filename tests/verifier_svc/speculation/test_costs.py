@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -207,6 +209,34 @@ def test_what_more_rows_were_seen_to_cost_is_forgotten() -> None:
     for _ in range(4000):
         costs.observe(8, 4.0)
     assert dear > 40.0 and costs.estimate(32) == pytest.approx(16.0, rel=0.05)
+
+
+def _costs_of(rows: int) -> float:
+    """Return what so many rows cost, where more than four are dearer than at the start."""
+    return (1.0 + 0.16 * rows) * (1.5 if rows > 4 else 1.0)
+
+
+def _after(rows_of: Callable[[int], int], num_steps: int) -> StepCosts:
+    """Return the curve after steps of these rows, in which times spread by 5%."""
+    spread = random.Random(1)
+    costs = StepCosts({rows: 1.0 + 0.16 * rows for rows in (1, 2, 4, 8, 16, 32, 64)})
+    for step in range(num_steps):
+        rows = rows_of(step)
+        costs.observe(rows, _costs_of(rows) * spread.gauss(1.0, 0.05))
+    return costs
+
+
+def test_counts_that_no_step_has_do_not_drift() -> None:
+    """Others pull them along, each by a part of its error."""
+    kinds = (4, 4, 4, 6, 8, 12, 16, 20)
+    costs = _after(lambda step: kinds[step % len(kinds)], 50_000)
+    for rows in (1, 2, 4, 16, 20, 32, 64):
+        assert costs.estimate(rows) == pytest.approx(_costs_of(rows), rel=0.15), rows
+
+
+def test_counts_that_are_tried_rarely_are_learnt() -> None:
+    costs = _after(lambda step: 16 if step % 256 == 0 else 4, 30_000)
+    assert costs.estimate(16) == pytest.approx(_costs_of(16), rel=0.1)
 
 
 def test_one_disturbed_step_says_little() -> None:
