@@ -104,7 +104,7 @@ class DrafterMeasurement:
     def run(self, token_map: Path) -> None:
         tree_drafters = (
             *("--drafter", HEAD),
-            *("--drafter", "name=ngram,algorithm=NGRAM"),
+            *("--drafter", arms.NGRAM),
             *("--drafter", f"name=eagle3-fr,algorithm=EAGLE3,model={DEMO / 'eagle3'},token_map={token_map}"),
             *("--drafter", f"name=eagle2,algorithm=EAGLE2,model={DEMO / 'eagle2'}"),
             *("--drafter", f"name=eagle2-fr,algorithm=EAGLE2,model={DEMO / 'eagle2'},token_map={token_map}"),

@@ -78,8 +78,7 @@ class ServeOptions(GatewayOptions):
     drafter_placement: Literal["auto", "process", "in-process"] = Field(
         default="auto",
         description="Where drafters without a placement run: in a separate process, or in the verifier's, without "
-        "transfers and without isolation; auto: n-grams in the verifier's, which takes less time than waking a "
-        "process, all others in a separate one.",
+        "transfers and without isolation; auto: n-grams in the verifier's, all others in a separate one.",
     )
     mps: Literal["auto", "on", "off"] = Field(
         default="auto",

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.stack import ENVIRONMENT, EXACT, OUTSIDE, Stack, running, wait_until
+from tests.integration.stack import ENVIRONMENT, EXACT, OUTSIDE, Stack, is_ready, running, wait_until
 
 KEY = "an operator's own key"
 AUTH = {"authorization": f"Bearer {KEY}"}
@@ -90,13 +90,42 @@ def test_corpora_are_drafted_from_until_they_are_removed(stack: Stack) -> None:
     wait_until(lambda: corpora(stack) == {"outputs": NUM_TOKENS} and stack.service("drafter") != drafter, stack)
     wait_until(is_drafted_from, stack)
 
-    options = ("--url", stack.url, "--admin-api-key-file", str(stack.log.parent / "key"))
-    for words, expected in (
-        (("list",), f"outputs: {NUM_TOKENS} tokens, drafter ngram\n"),
-        (("remove", "outputs"), "outputs: removed\n"),
-        (("list",), "no corpora\n"),
-    ):
-        command = [sys.executable, "-P", "-m", "foretoken", "corpus", *words, *options]
-        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
-        assert done.stdout == expected
+    assert operate(stack, "corpus", "list") == f"outputs: {NUM_TOKENS} tokens, drafter ngram\n"
+    assert operate(stack, "corpus", "remove", "outputs") == "outputs: removed\n"
+    assert operate(stack, "corpus", "list") == "no corpora\n"
     assert accepted(ask(stack, "removed")) < without + 10
+
+
+def operate(stack: Stack, *words: str) -> str:
+    """Return what one of the operator's commands prints."""
+    options = ("--url", stack.url, "--admin-api-key-file", str(stack.log.parent / "key"))
+    command = [sys.executable, "-P", "-m", "foretoken", *words, *options]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.slow
+def test_ngrams_inside_the_verifier_draft_from_corpora_until_it_dies(checkpoint: Path, tmp_path: Path) -> None:
+    """They are there by default. Detached, they come back with the next verifier."""
+    (tmp_path / "key").write_text(KEY)
+    with running(checkpoint, tmp_path / "log", "--admin-api-key-file", str(tmp_path / "key")) as stack:
+        assert not [child for child in stack.children() if "foretoken drafter " in " ".join(child.cmdline())]
+        plain = ask(stack, "writer", speculative={"enabled": False})["output_ids"]
+        without = accepted(ask(stack, "before"))
+        body = {"name": "outputs", "token_ids": plain}
+        assert httpx.post(f"{stack.url}/v1/corpora", json=body, headers=AUTH, timeout=None, trust_env=False).is_success
+        assert corpora(stack) == {"outputs": NUM_TOKENS}
+        answer = ask(stack, "reader")
+        assert answer["output_ids"] == plain and accepted(answer) > without + 20
+
+        assert operate(stack, "drafters", "detach", "ngram") == "ngram: detached\n"
+        answer = ask(stack, "nobody drafts")
+        assert answer["output_ids"] == plain and accepted(answer) == 0
+        assert "ngram: detached, NGRAM over in-process" in operate(stack, "drafters", "list")
+
+        verifier = stack.service("verifier")
+        verifier.kill()
+        verifier.wait()
+        wait_until(lambda: is_ready(stack), stack)
+        assert operate(stack, "corpus", "list") == "no corpora\n"
+        answer = ask(stack, "again", prediction=plain)
+        assert answer["output_ids"] == plain and accepted(answer) > 20
