@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
 from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
-from verifier_svc.speculation.candidate_shapes import is_chain
+from verifier_svc.speculation.candidate_shapes import is_chain, suits
 from verifier_svc.speculation.controller_log import Record
 from verifier_svc.speculation.probe_budget import ProbeBudget, probe_steps
 from verifier_svc.speculation.shape_speeds import Forecast, ShapeSpeeds
@@ -90,7 +90,8 @@ class Controller:
             return self._shape
         self._num_steps += 1
         former = self._forecast.batch
-        is_other_batch = batch > former * OTHER_BATCH or batch * OTHER_BATCH < former
+        # A batch that has grown by little may be too large for its trees.
+        is_other_batch = batch > former * OTHER_BATCH or batch * OTHER_BATCH < former or not suits(self._shape, batch)
         if self._num_steps >= self._decide_at or (is_other_batch and not self._is_fixed):
             self._decide(batch, is_other_batch=is_other_batch)
         if self._log is not None:

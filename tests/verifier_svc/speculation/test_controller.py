@@ -217,6 +217,16 @@ def test_more_rows_than_can_run_are_never_asked_for() -> None:
         assert max(shape.rows for shape in run.shapes) * batch <= most
 
 
+@pytest.mark.parametrize("batches", [(8, 9, 10), (16, 17), (8, 7), (8, 9, 8, 7, 6)])
+def test_each_shape_suits_its_batch(batches: tuple[int, ...]) -> None:
+    """Also where the batch has changed by so little that the last choice would else stand."""
+    machine = replace(H200, verify_ms={1: 4.25, 256: 4.5, 2048: 48.0})
+    controller = Controller(BOUNDS, machine.verify_s)
+    for batch in batches * 20:
+        shapes = drive(machine, controller, [Phase(0.5, batch, GOOD)]).shapes
+        assert all(suits(shape, batch) for shape in shapes)
+
+
 def test_a_step_that_the_controller_did_not_choose_teaches_too() -> None:
     controller = Controller(BOUNDS, H200.verify_s)
     for _ in range(100):
