@@ -78,12 +78,13 @@ async def test_a_client_that_leaves_frees_its_blocks_and_harms_nobody(
     beside = asyncio.create_task(text_alone(stack, max_tokens=300))
     count = 3 * MAX_RUNNING if phase == "queued" else 2
     prompt = PROMPT * 150 if phase == "prefill" else PROMPT
-    # As many tokens as the context has room for: a busy client must find them all there.
+    # As many tokens as the context has room for, one a step: a busy client must find them all there.
     max_tokens = 2000 if phase == "prefill" else 3900
+    fields = {"speculative": {"enabled": phase == "prefill"}, "logprobs": 5}
     readers, writers = [], []
     for _ in range(count):
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
-        writer.write(raw_post(URL, body(max_tokens, prompt=prompt, stream=stream)))
+        writer.write(raw_post(URL, body(max_tokens, prompt=prompt, stream=stream, **fields)))
         readers.append(reader)
         writers.append(writer)
     if phase == "decode" and stream:
