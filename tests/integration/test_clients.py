@@ -104,7 +104,9 @@ async def test_a_client_that_leaves_frees_its_blocks_and_harms_nobody(
 @pytest.mark.parametrize("how", ["cancel", "reset", "deadline"])
 async def test_a_grpc_caller_that_leaves_frees_its_blocks(stack: Stack, how: str) -> None:
     sampling = common_pb2.SamplingParams(max_tokens=3500, temperature=0, ignore_eos=True)
-    request = gateway_pb2.GenerateRequest(text=PROMPT, sampling=sampling)
+    # One token a step: none is complete before its caller leaves.
+    plain = common_pb2.SpeculationOptions(enabled=False)
+    request = gateway_pb2.GenerateRequest(text=PROMPT, sampling=sampling, speculation=plain)
     async with relay(stack.grpc_port) as between:
         options = [("grpc.enable_retries", 0), ("grpc.enable_http_proxy", 0)]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{between.port}", options=options) as channel:
