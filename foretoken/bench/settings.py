@@ -134,7 +134,8 @@ class BenchSettings(LoadSettings):
     )
     salt_requests: bool = Field(
         default=False,
-        description="Give each request a cache_salt of its own: a server that knows the field reuses no prefix.",
+        description="Give each request a cache_salt of its own: a server that knows the field reuses no prefix and no "
+        "history of n-grams.",
     )
     extra_request_body: Annotated[dict[str, Any], Flag(metavar="JSON", unset="none")] = Field(
         default_factory=dict, description="JSON object of more request fields."

@@ -235,4 +235,5 @@ class DrafterCorpora:
             local = self._in_process.get(name)
             if isinstance(local, HoldsCorpora):
                 return name, _InProcess(local.corpora)
-        raise PreconditionError("no such drafter holds corpora", field="drafter")
+        whose = f"the drafter {drafter!r} holds no corpora" if drafter else "no attached drafter holds corpora"
+        raise PreconditionError(whose, field="drafter")
