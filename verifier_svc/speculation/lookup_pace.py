@@ -95,6 +95,15 @@ class LookupPace:
             for sequence in rows:
                 self._round.gate(sequence).pass_steps(num_steps - 1)
 
+    def observe_try(self, *, has_paid: bool) -> None:
+        """Learn whether what this step waited for saves more than it took.
+
+        If so, the next step tries again: what look-ups are believed to find follows slowly.
+        """
+        if has_paid:
+            self._latest.after = self._latest.num_without = TRY_EVERY
+            self._asks_again = True
+
     def waits(self, *, pays: bool) -> bool:
         """Return whether the step waits for look-ups: they pay, or are tried.
 

@@ -158,5 +158,9 @@ class OrdinaryLookups:
             return
         drafts = [draft for plan in self._awaited if (draft := trees.of(plan.sequence)) is not None]
         chances = self._round.chances(drafts)
-        self._yields.of(self._batch).observe(self._promised, sum(chances), len(chances))
+        num_tokens, num_rows, batch, costs = sum(chances), len(chances), self._batch, self._costs
+        self._yields.of(batch).observe(self._promised, num_tokens, num_rows)
+        token_s = costs.step_s(batch) / batch
+        gain_s = num_tokens * token_s - (costs.plain_step_s(batch + num_rows) - costs.plain_step_s(batch))
+        self._pace.observe_try(has_paid=gain_s >= self._times.seconds(batch))
         self._awaited = []
