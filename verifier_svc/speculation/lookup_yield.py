@@ -51,8 +51,15 @@ class LookupYield:
             num_rows: rows of the step without them.
             token_s: seconds in which the batch makes a token without them.
         """
-        rows_s = costs.plain_step_s(num_rows + self.num_rows(promised)) - costs.plain_step_s(num_rows)
-        return self.tokens(promised) * token_s - rows_s
+        return saved_s(self.tokens(promised), self.num_rows(promised), num_rows, token_s, costs)
+
+
+def saved_s(num_tokens: float, num_added_rows: int, num_rows: int, token_s: float, costs: DraftCosts) -> float:
+    """Return the seconds that so many tokens of look-ups save, less what their rows take.
+
+    ``num_added_rows``: rows of their nodes. ``num_rows``, ``token_s``: as in LookupYield.gain_s.
+    """
+    return num_tokens * token_s - (costs.plain_step_s(num_rows + num_added_rows) - costs.plain_step_s(num_rows))
 
 
 class LookupYields:

@@ -10,7 +10,7 @@ from verifier_svc.speculation.costs import DraftCosts
 from verifier_svc.speculation.draft_round import SEND_BEHIND, Found, LookupRound
 from verifier_svc.speculation.gap_times import GapTimes
 from verifier_svc.speculation.lookup_pace import RARELY_FROM, LookupPace
-from verifier_svc.speculation.lookup_yield import LookupYields
+from verifier_svc.speculation.lookup_yield import LookupYields, saved_s
 from verifier_svc.speculation.next_trees import NextTrees
 from verifier_svc.speculation.plan import DraftPlan
 
@@ -148,9 +148,12 @@ class OrdinaryLookups:
         self._promised = sum(self._round.promised_tokens(plan) - 1 for plan in plans)
         if any(plan.bounds.is_fixed or plan.sequence.submission.prediction_ids for plan in plans):
             return True
-        token_s = self._costs.step_s(batch) / batch
-        gain_s = self._yields.of(batch).gain_s(self._promised, batch, token_s, self._costs)
+        gain_s = self._yields.of(batch).gain_s(self._promised, batch, self._token_s(batch), self._costs)
         return bool(plans) and gain_s >= self._times.seconds(batch)
+
+    def _token_s(self, batch: int) -> float:
+        """Return the seconds in which a batch makes a token without look-ups."""
+        return self._costs.step_s(batch) / batch
 
     def observe(self, trees: NextTrees) -> None:
         """Learn what look-ups add to the next step, whose trees these are."""
@@ -158,9 +161,8 @@ class OrdinaryLookups:
             return
         drafts = [draft for plan in self._awaited if (draft := trees.of(plan.sequence)) is not None]
         chances = self._round.chances(drafts)
-        num_tokens, num_rows, batch, costs = sum(chances), len(chances), self._batch, self._costs
-        self._yields.of(batch).observe(self._promised, num_tokens, num_rows)
-        token_s = costs.step_s(batch) / batch
-        gain_s = num_tokens * token_s - (costs.plain_step_s(batch + num_rows) - costs.plain_step_s(batch))
+        num_tokens, batch = sum(chances), self._batch
+        self._yields.of(batch).observe(self._promised, num_tokens, len(chances))
+        gain_s = saved_s(num_tokens, len(chances), batch, self._token_s(batch), self._costs)
         self._pace.observe_try(has_paid=gain_s >= self._times.seconds(batch))
         self._awaited = []
