@@ -144,6 +144,12 @@ def wait_until(condition: Any, stack: Stack) -> None:
         time.sleep(0.02)
 
 
+def operator_command(stack: Stack, *words: str) -> list[str]:
+    """Return a command of the operator, whose key lies in the file ``key`` beside the log."""
+    options = ("--url", stack.url, "--admin-api-key-file", str(stack.log.parent / "key"))
+    return [sys.executable, "-P", "-m", "foretoken", *words, *options]
+
+
 def is_ready(stack: Stack) -> bool:
     """Return whether the gateway answers and a verifier answers it."""
     try:

@@ -12,7 +12,17 @@ import httpx
 import pytest
 
 from foretoken.commands.drafter_commands import NOT_ATTACHED_YET
-from tests.integration.stack import ENVIRONMENT, EXACT, OUTSIDE, Stack, running, stream, text_of, wait_until
+from tests.integration.stack import (
+    ENVIRONMENT,
+    EXACT,
+    OUTSIDE,
+    Stack,
+    operator_command,
+    running,
+    stream,
+    text_of,
+    wait_until,
+)
 
 PROMPT = "for i in range(10):\n"
 
@@ -51,8 +61,7 @@ def drafter(stack: Stack, tmp_path: Path) -> Iterator[Drafter]:
 
 
 def operate(stack: Stack, *words: str) -> str:
-    options = ("--url", stack.url, "--admin-api-key-file", str(stack.log.parent / "key"))
-    command = [sys.executable, "-P", "-m", "foretoken", "drafters", *words, *options]
+    command = operator_command(stack, "drafters", *words)
     result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     # A drafter that has just been started may not listen yet.
     assert result.returncode == (NOT_ATTACHED_YET if "not attached yet" in result.stderr else 0), result.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.stack import ENVIRONMENT, EXACT, OUTSIDE, Stack, is_ready, running, wait_until
+from tests.integration.stack import ENVIRONMENT, EXACT, OUTSIDE, Stack, is_ready, operator_command, running, wait_until
 
 KEY = "an operator's own key"
 AUTH = {"authorization": f"Bearer {KEY}"}
@@ -98,8 +97,7 @@ def test_corpora_are_drafted_from_until_they_are_removed(stack: Stack) -> None:
 
 def operate(stack: Stack, *words: str) -> str:
     """Return what one of the operator's commands prints."""
-    options = ("--url", stack.url, "--admin-api-key-file", str(stack.log.parent / "key"))
-    command = [sys.executable, "-P", "-m", "foretoken", *words, *options]
+    command = operator_command(stack, *words)
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout
 
 
