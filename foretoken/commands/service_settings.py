@@ -456,7 +456,7 @@ def _demo_drafters(folder: Path) -> list[DrafterSpec]:
 
 
 def _is_inside(spec: DrafterSpec, options: ServeOptions) -> bool:
-    placement = options.drafter_placement if spec.placement is None else spec.placement
+    placement = spec.placement or options.drafter_placement
     return (spec.row.placement if placement == "auto" else placement) == "in-process"
 
 

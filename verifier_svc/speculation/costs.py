@@ -20,8 +20,8 @@ from verifier_svc.speculation.plan import DraftPlan
 
 # Weight of a new observation. Machines are shared and contexts grow: follow, but not every jump.
 CURVE_SMOOTHING = 0.05
-# What no step has had as many rows as for so many steps is forgotten, by this much with each more.
-# Probes and tries of look-ups are at most 256 steps apart.
+# If no step has had about so many rows for FORGET_AFTER steps, what was learnt of their cost is
+# forgotten, a share of it in each step. Probes and tries of look-ups come more often than that.
 FORGET_AFTER, FORGETTING = 512, 0.005
 # Weight of a new step in what steps take beside the pass and the waits.
 OVERHEAD_SMOOTHING = 0.02
