@@ -2,9 +2,9 @@
 
 Sequences join and end while steps are in flight. Each turn of the loop
 
-0. lets a part of the running step's time pass: requests that come meanwhile join the next one;
-1. handles messages, starts waiting sequences, and chooses the shape of the trees;
-2. requests the trees that follow the step in flight;
+0. chooses the shape of the next trees and requests them: those that follow the step in flight;
+1. lets a part of the running step's time pass: requests that come meanwhile join the next one;
+2. handles messages and starts waiting sequences;
 3. launches the next step, for whose trees the GPU waits. Prompts are part of the target's pass if
    there is a graph with room for them (verifier_svc/overlap/joined_prompts.py), else of a pass
    before it;
@@ -77,7 +77,7 @@ class Messages(Protocol):
 
 
 class _Asked(NamedTuple):
-    """The draft that the next step waits for. ``is_drafted``: whether there is one."""
+    """The request for the trees of the next step. ``is_drafted``: whether a drafter got one."""
 
     is_drafted: bool
     kind: Hashable
@@ -109,6 +109,10 @@ class OverlappedRun:
         # The batch rows of the last launched step, and where its prompts' hidden states begin.
         self._launched: tuple[BatchRow | None, ...] | None = None
         self._prompt_start = 0
+        # Whether the shape of the trees that follow that step is chosen, and the request for them.
+        # None: not made yet.
+        self._is_chosen = False
+        self._asked: _Asked | None = None
         # Of the steps in flight.
         self._facts: deque[StepFacts] = deque()
         # Whether nobody can go on for want of blocks.
@@ -126,11 +130,13 @@ class OverlappedRun:
         self._times.begin()
         while True:
             if not is_ending:
+                is_ending = not self._request_trees()
+            if not is_ending:
                 self._let_requests_come()
                 with phase("plan"):
                     messages.handle_messages()
                     self._free_batch_rows()
-                    is_ending = messages.is_stopping or not self._plan()
+                    is_ending = messages.is_stopping or not (self._start_waiting() and self._choose())
             is_ending |= not self._bind()
             if not is_ending and self._has_work():
                 asked = self._post()
@@ -149,7 +155,58 @@ class OverlappedRun:
         self._end()
         return OverlapBlock.NO_FREE_BLOCKS if self._lacks_blocks and self._times.num_launched == 0 else None
 
-    # 0. Let requests come.
+    # 0. Request the next trees.
+
+    def _request_trees(self) -> bool:
+        """Choose the shape of the next trees, and request them. Return whether the run can go on.
+
+        They follow the step in flight, so requests that come later change nothing of them. The
+        drafter's host has the rest of that step's time for them.
+        """
+        with self._lifecycle.counters.phase("plan"):
+            self._free_batch_rows()
+            if self._launched is None or not self._has_work():
+                return True
+            if not self._choose():
+                return False
+        # Masks are bound first: the host does not let requests come before that.
+        if self._step.in_flight.is_bound:
+            self._post()
+        return True
+
+    def _choose(self) -> bool:
+        """Choose the shape of the next trees, unless that was done, and reserve blocks for them.
+
+        Return whether the run can go on.
+        """
+        if self._is_chosen:
+            return True
+        if not self._speculator.overlap.choose(self._drafting, max(len(self._scheduler.running), 1)):
+            return False
+        self._is_chosen = self._blocks.reserve()
+        self._lacks_blocks = not self._is_chosen
+        return self._is_chosen
+
+    def _post(self) -> _Asked:
+        """Request the trees after the last step, unless that was done."""
+        if self._asked is None:
+            drafting, launched = self._drafting, self._launched
+            kind = drafting.shape, seq_bucket(len(launched or ())), self._requests.has_prompts
+            if launched is not None:
+                with self._lifecycle.counters.phase("draft_post"):
+                    self._requests.post(self._step.number, launched, self._prompt_start)
+            self._asked = _Asked(drafting.drafter is not None and launched is not None, kind)
+        return self._asked
+
+    def _has_work(self) -> bool:
+        """Return whether a prompt waits, or a batch row may emit more than steps in flight do."""
+        num_in_flight = len(self._step.in_flight)
+        return bool(self._joining) or any(
+            batch_row is not None and batch_row.sequence.max_new_tokens > num_in_flight
+            for batch_row in self._step.batch_rows.rows
+        )
+
+    # 1. Let requests come.
 
     def _let_requests_come(self) -> None:
         """Wait while a step runs that takes long enough.
@@ -159,16 +216,16 @@ class OverlappedRun:
         step = self._step
         if len(step.in_flight) == 1 and step.in_flight.is_bound and not self._lookups.are_due:
             num_batch_rows = sum(batch_row is not None for batch_row in step.batch_rows.rows)
-            until = self._times.plan_from(self._launched_shape, num_batch_rows)
+            until = self._times.launch_from(self._launched_shape, num_batch_rows)
             with self._lifecycle.counters.phase("let_come"):
                 while time.perf_counter() < until and not step.in_flight.is_done():
                     time.sleep(POLL_S)
-        self._times.begin_plan()
+        self._times.begin_launch()
 
-    # 1. Plan.
+    # 2. Start waiting sequences.
 
-    def _plan(self) -> bool:
-        """Start waiting sequences and choose the trees' shape. Return whether the run can go on."""
+    def _start_waiting(self) -> bool:
+        """Start the sequences that wait. Return whether the run can go on."""
         policy, scheduler, drafting = self._speculator.overlap, self._scheduler, self._drafting
         waiting = scheduler.admissible
         if not all(policy.joins(sequence, drafting) for sequence in waiting):
@@ -180,31 +237,7 @@ class OverlappedRun:
                 break
             policy.start(sequence, drafting)
             self._joining.append(sequence)
-        if not policy.still_drafts(drafting, scheduler.running, scheduler.admissible):
-            return False
-        if not policy.choose(drafting, max(len(scheduler.running), 1)):
-            return False
-        self._lacks_blocks = not self._blocks.reserve()
-        return not self._lacks_blocks
-
-    def _has_work(self) -> bool:
-        """Return whether a prompt waits, or a batch row may emit more than steps in flight do."""
-        num_in_flight = len(self._step.in_flight)
-        return bool(self._joining) or any(
-            batch_row is not None and batch_row.sequence.max_new_tokens > num_in_flight
-            for batch_row in self._step.batch_rows.rows
-        )
-
-    # 2. Post the draft.
-
-    def _post(self) -> _Asked:
-        """Request the trees after the last step."""
-        drafting, launched = self._drafting, self._launched
-        kind = drafting.shape, seq_bucket(len(launched or ())), self._requests.has_prompts
-        if launched is not None:
-            with self._lifecycle.counters.phase("draft_post"):
-                self._requests.post(self._step.number, launched, self._prompt_start)
-        return _Asked(drafting.drafter is not None and launched is not None, kind)
+        return policy.still_drafts(drafting, scheduler.running, scheduler.admissible)
 
     # 3. Launch.
 
@@ -246,7 +279,7 @@ class OverlappedRun:
                 if batch_row is not None:
                     step.batch_rows.resize(index, drafting.shape_of(batch_row.sequence).nodes)
             step.batch_rows.share_rows(drafting.shape.budget)
-        self._launched = tuple(step.batch_rows.rows)
+        self._launched, self._is_chosen, self._asked = tuple(step.batch_rows.rows), False, None
         taken = [batch_row for batch_row in self._launched if batch_row is not None]
         if not taken and not num_prompt_rows:
             self._lacks_blocks = True

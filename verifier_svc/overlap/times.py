@@ -60,8 +60,8 @@ class OverlapTimes:
         self.num_launched = self.num_read = 0
         # When the last step was done, and when it was read.
         self._done_at = self.read_at = 0.0
-        # When the planning of the next step began.
-        self._planned_at = 0.0
+        # When the host began with the next launch.
+        self._launching_from = 0.0
 
     @property
     def are_telling(self) -> bool:
@@ -76,14 +76,14 @@ class OverlapTimes:
         """Return the seconds that a step should take without prompts; 0 without batch rows."""
         return self._drafting.step_s(shape, num_batch_rows, self._costs) if num_batch_rows else 0.0
 
-    def plan_from(self, shape: Shape, num_batch_rows: int) -> float:
-        """Return when to plan the next step, while a step of this shape and size runs."""
+    def launch_from(self, shape: Shape, num_batch_rows: int) -> float:
+        """Return when to begin the next launch, while a step of this shape and size runs."""
         # The running step began when the one before was done.
         return self._done_at + self._launch_time.wait_s(self.step_s(shape, num_batch_rows))
 
-    def begin_plan(self) -> None:
-        """Note that the planning of the next step begins."""
-        self._planned_at = time.perf_counter()
+    def begin_launch(self) -> None:
+        """Note that the host begins with the next launch: messages, waiting sequences, prompts."""
+        self._launching_from = time.perf_counter()
 
     def observe_launch(self, *, is_late: bool) -> float:
         """Count a launched step, and return the seconds that the GPU waited for it.
@@ -92,7 +92,7 @@ class OverlapTimes:
         """
         self.num_launched += 1
         now = time.perf_counter()
-        self._launch_time.observe_launch(now - self._planned_at)
+        self._launch_time.observe_launch(now - self._launching_from)
         return now - self._done_at if is_late else 0.0
 
     def mark_done(self) -> float:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-# The host lets at most this share of the running step's time pass, and leaves this many times what
-# planning and launching take it: the drafter's host has work after it, too.
-_MOST_SHARE = 0.5
+# The host lets at most this share of the running step's time pass, and leaves this many times what a
+# launch takes it, from the messages before it on.
+_MOST_SHARE = 0.7
 _HOST_TIMES = 1.5
 # The shortest of so many steps counts, and the longest launch: a launch that is late makes the GPU
 # wait, an early one only a request.
@@ -25,7 +25,7 @@ class LaunchTime:
         self._steps.append(seconds)
 
     def observe_launch(self, seconds: float) -> None:
-        """Learn what it took the host to plan a step and to launch it."""
+        """Learn what it took the host to handle messages, start sequences and launch a step."""
         self._launches.append(seconds)
 
     def wait_s(self, step_s: float) -> float:

@@ -141,7 +141,7 @@ def disturbances(runs: Runs, late: Sequence[Request], keys: list[SequenceKey]) -
         for _ in range(4):
             yield
         runs.harness.abort(SequenceKey(0, "nobody's", 0))
-        for _ in range(3):
+        for _ in range(4):
             yield
         keys.append(runs.harness.submit(request))
     while True:
