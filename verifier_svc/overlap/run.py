@@ -138,14 +138,14 @@ class OverlappedRun:
                     self._free_batch_rows()
                     is_ending = messages.is_stopping or not (self._start_waiting() and self._choose())
             is_ending |= not self._bind()
-            if not is_ending and self._has_work():
+            if self._has_work() and (not is_ending or self._awaits_trees):
                 asked = self._post()
                 num_prompt_rows = self._prefill()
                 self._prepare_lookups(num_prompt_rows)
                 # All of that overlaps with the step in flight, whose tokens look-ups need.
                 is_sound = self._read_for_lookups()
                 # Prompts wait for this step, so it is launched whether or not the drafter is there.
-                is_ending = not (self._launch(asked, num_prompt_rows) and is_sound)
+                is_ending |= not (self._launch(asked, num_prompt_rows) and is_sound)
             if not step.in_flight:
                 break
             if is_ending or len(step.in_flight) == MAX_IN_FLIGHT or not self._has_work():
@@ -197,6 +197,15 @@ class OverlappedRun:
                     self._requests.post(self._step.number, launched, self._prompt_start)
             self._asked = _Asked(drafting.drafter is not None and launched is not None, kind)
         return self._asked
+
+    @property
+    def _awaits_trees(self) -> bool:
+        """Return whether a drafter drafts for the next step, which is then launched in any case.
+
+        The run's last request, after that step, tells the drafter that the run ends. Its answer
+        says that it reads the shared memory no more.
+        """
+        return self._asked is not None and self._asked.is_drafted and self._drafting.is_current
 
     def _has_work(self) -> bool:
         """Return whether a prompt waits, or a batch row may emit more than steps in flight do."""
