@@ -79,6 +79,8 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         # The overlapped requests of this attachment: their steps, and how many blocks each named.
         self.numbers: list[int] = []
         self.num_named: list[int] = []
+        # The steps of the requests that ended runs.
+        self.ends: list[int] = []
         # The last step with hidden states of prompts, and where these began.
         self._prompts_at = (-1, -1)
         # Requests that named their sequences anew.
@@ -179,6 +181,8 @@ class OracleDrafter:  # large: a drafter's whole state, checked step by step
         assert step is not None and memory.stamp.tolist() == [step.number]
         assert step.begins or step.number == self.numbers[-1] + 1
         self.numbers.append(step.number)
+        if step.is_last:
+            self.ends.append(step.number)
         keys = list(zip(request.batch_slots.tolist(), request.generations.tolist(), strict=True))
         batch_rows = [None if key[0] < 0 else key for key in keys[: step.num_batch_rows]]
         self.num_named.append(int(request.block_starts[step.num_batch_rows]))

@@ -14,6 +14,7 @@ from tests.support.engine_harness import Request
 from tests.support.runs import (
     BATCH_ROWS,
     BLOCK,
+    NODES,
     Course,
     Runs,
     choose,
@@ -71,6 +72,40 @@ def test_who_comes_while_a_step_runs_joins_the_next_one(monkeypatch: pytest.Monk
     course.run()
     assert course.step.num_running[:7] == [1] * 5 + [2] * 2
     assert course.step.most_in_flight == MAX_IN_FLIGHT and course.num_runs == 1
+
+
+def test_a_burst_waits_for_a_shape_that_suits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only two sequences may draft in large trees, which were chosen before the burst came."""
+    monkeypatch.setattr(LaunchTime, "wait_s", lambda self, step_s: 3600.0)
+    monkeypatch.setattr(controllers, "suits", lambda shape, batch: shape.branches == 1 or batch <= 2)
+
+    def is_stuck(number: int, num_releases: int) -> bool:
+        if number != 5 or course.has_come(1):
+            return False
+        for index in range(1, 4):
+            course.submit(index)
+        return True
+
+    requests = [greedy(1, 6, 40), *(greedy(index, 9, 20) for index in range(2, 5))]
+    course = Course(requests, dict.fromkeys(range(1, 4), lambda: False), is_stuck=is_stuck)
+    large = Shape(NODES, 3, 2)
+    choose(course.runs, lambda number: chain(3) if course.has_come(1) else large)
+    course.run()
+    assert course.step.num_running[:8] == [1] * 5 + [2, 4, 4] and course.num_runs == 1
+
+
+def test_a_run_that_ends_after_its_request_for_trees_launches_their_step() -> None:
+    """The drafter may still draft then. It has finished when it answers a run's last request."""
+    launched: dict[int, list[int]] = {}
+
+    def look(number: int) -> None:
+        launched.setdefault(course.num_runs, []).append(number)
+
+    requests = [greedy(1, 6, 40), with_prompt_logprobs(greedy(2, 9, 20))]
+    course = Course(requests, {1: 6}, look=look)
+    course.run()
+    assert course.num_runs == 2 and course.runs.num_ordinary > 0
+    assert course.oracle.ends[0] == launched[1][-1]
 
 
 def test_several_prompts_are_one_pass() -> None:
@@ -268,7 +303,10 @@ def test_a_draining_engine_finishes_what_runs(drafts: bool) -> None:
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_an_engine_stops_within_a_run(drafts: bool) -> None:
-    """Steps in flight are read, and what they committed is published; nothing else is launched."""
+    """Steps in flight are read, and what they committed is published.
+
+    Nothing else is launched, but the step whose trees a drafter was asked for.
+    """
     course = Course([greedy(1, 6, 90), greedy(2, 60, 90)], {1: 3}, drafts=drafts, prompt_rows=8)
     engine, stopped_at = course.harness.engine, 7
 
@@ -279,7 +317,7 @@ def test_an_engine_stops_within_a_run(drafts: bool) -> None:
     course.look = look
     course.submit(0)
     course.harness.step()
-    assert course.num_runs == 1 and course.step.number == stopped_at and len(course.step.in_flight) == 0
+    assert course.num_runs == 1 and course.step.number == stopped_at + drafts and len(course.step.in_flight) == 0
     (text,) = plain([greedy(1, 6, 90)])
     found = course.result(0).token_ids
     assert found == text.token_ids[: len(found)] and len(found) >= stopped_at

@@ -113,6 +113,8 @@ class OverlappedRun:
         # None: not made yet.
         self._is_chosen = False
         self._asked: _Asked | None = None
+        # The sequences for which that shape was chosen; more may join before the launch.
+        self._num_chosen_for = 0
         # Of the steps in flight.
         self._facts: deque[StepFacts] = deque()
         # Whether nobody can go on for want of blocks.
@@ -181,7 +183,8 @@ class OverlappedRun:
         """
         if self._is_chosen:
             return True
-        if not self._speculator.overlap.choose(self._drafting, max(len(self._scheduler.running), 1)):
+        self._num_chosen_for = max(len(self._scheduler.running), 1)
+        if not self._speculator.overlap.choose(self._drafting, self._num_chosen_for):
             return False
         self._is_chosen = self._blocks.reserve()
         self._lacks_blocks = not self._is_chosen
@@ -365,13 +368,22 @@ class OverlappedRun:
         waiting: list[Sequence] = []
         for sequence in self._joining:
             is_ready = sequence.num_uncomputed == 1 and self._requests.has_sent(sequence)
-            if not is_ready or not self._blocks.reserve_for(sequence):
+            if not is_ready or not self._suits_one_more() or not self._blocks.reserve_for(sequence):
                 waiting.append(sequence)
                 continue
             width = self._drafting.shape_of(sequence).nodes
             batch_row = BatchRow(sequence, width, self._drafting.drafter_number, is_new=not sequence.is_decoding)
             self._step.batch_rows.join(self._step.batch_rows.free_row(), batch_row)
         self._joining = waiting
+
+    def _suits_one_more(self) -> bool:
+        """Return whether one more sequence may join the next step.
+
+        The shape of its trees was chosen before some requests came. A batch that is too large for
+        it has no graph, so they join the step after, whose shape is chosen for them too.
+        """
+        num_batch_rows = sum(batch_row is not None for batch_row in self._step.batch_rows.rows) + 1
+        return num_batch_rows <= self._num_chosen_for or self._drafting.suits(num_batch_rows)
 
     # 5. Bind late.
 

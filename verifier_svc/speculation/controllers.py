@@ -7,6 +7,7 @@ from pathlib import Path
 
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
+from verifier_svc.speculation.candidate_shapes import suits
 from verifier_svc.speculation.controller import Controller, Reason
 from verifier_svc.speculation.controller_log import write_anew
 
@@ -42,6 +43,10 @@ class DrafterController:
             self._drafter.decision = self._figures(shape)
         self._num_chosen += 1
         return shape
+
+    def suits(self, shape: Shape, num_sequences: int) -> bool:
+        """Return whether a batch may draft in this shape. A single shape is for all batches."""
+        return len(self.controller.shapes) == 1 or suits(shape, num_sequences)
 
     def _figures(self, shape: Shape) -> dict[str, float]:
         """Return the figures behind a choice, as gauges of the drafter: other threads read them."""

@@ -104,6 +104,11 @@ class OverlapDrafting:
             return self.shape
         return Shape(1 + most, min(self.shape.depth, max(most, 1)), self.shape.branches)
 
+    def suits(self, num_sequences: int) -> bool:
+        """Return whether a batch of this size may draft in the shape of the next trees."""
+        is_chosen = self.controller is not None and self.common_shape is None
+        return not is_chosen or self.controller.suits(self.shape, num_sequences)
+
     def expected_tokens(self, sequence: Sequence) -> float:
         """Return the tokens that a step with the drafter's tree should yield for a sequence."""
         shape = self.shape_of(sequence)
