@@ -94,6 +94,17 @@ def test_a_burst_waits_for_a_shape_that_suits_it(monkeypatch: pytest.MonkeyPatch
     assert course.step.num_running[:8] == [1] * 5 + [2, 4, 4] and course.num_runs == 1
 
 
+def test_the_next_trees_are_chosen_for_a_burst_that_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the inbox when the last step is read, so nobody waits for a shape that suits."""
+    monkeypatch.setattr(controllers, "suits", lambda shape, batch: shape.branches == 1 or batch <= 2)
+    requests = [greedy(1, 6, 40), *(greedy(index, 9, 20) for index in range(2, 5))]
+    course = Course(requests, dict.fromkeys(range(1, 4), 5))
+    large = Shape(NODES, 3, 2)
+    choose(course.runs, lambda number: chain(3) if course.has_come(1) else large)
+    course.run()
+    assert course.step.num_running[:7] == [1] * 5 + [4, 4] and course.num_runs == 1
+
+
 def test_a_run_that_ends_after_its_request_for_trees_launches_their_step() -> None:
     """The drafter may still draft then. It has finished when it answers a run's last request."""
     launched: dict[int, list[int]] = {}
@@ -305,7 +316,7 @@ def test_a_draining_engine_finishes_what_runs(drafts: bool) -> None:
 def test_an_engine_stops_within_a_run(drafts: bool) -> None:
     """Steps in flight are read, and what they committed is published.
 
-    Nothing else is launched, but the step whose trees a drafter was asked for.
+    Nothing else is launched.
     """
     course = Course([greedy(1, 6, 90), greedy(2, 60, 90)], {1: 3}, drafts=drafts, prompt_rows=8)
     engine, stopped_at = course.harness.engine, 7
@@ -317,7 +328,7 @@ def test_an_engine_stops_within_a_run(drafts: bool) -> None:
     course.look = look
     course.submit(0)
     course.harness.step()
-    assert course.num_runs == 1 and course.step.number == stopped_at + drafts and len(course.step.in_flight) == 0
+    assert course.num_runs == 1 and course.step.number == stopped_at and len(course.step.in_flight) == 0
     (text,) = plain([greedy(1, 6, 90)])
     found = course.result(0).token_ids
     assert found == text.token_ids[: len(found)] and len(found) >= stopped_at

@@ -2,7 +2,8 @@
 
 Sequences join and end while steps are in flight. Each turn of the loop
 
-0. chooses the shape of the next trees and requests them: those that follow the step in flight;
+0. handles messages, chooses the shape of the next trees and requests them: those that follow the
+   step in flight;
 1. lets a part of the running step's time pass: requests that come meanwhile join the next one;
 2. handles messages and starts waiting sequences;
 3. launches the next step, for whose trees the GPU waits. Prompts are part of the target's pass if
@@ -17,7 +18,9 @@ it in 5. The masks are computed while the pass runs. If a sequence of the next s
 4 comes before that launch, and between them the host only looks up.
 
 A run ends, once the steps in flight are read, when something else needs the host between two steps
-(logprobs of a prompt), a drafter attaches or detaches, blocks run out, or nothing is left to do.
+(logprobs of a prompt), a drafter attaches or detaches, blocks run out, or nothing is left to do. If
+trees were requested by then, their step is launched first: the request after it tells the drafter
+that the run ends.
 
 A sequence's blocks go to others as soon as the host has read its end, although steps are in flight,
 because those steps do not write to them:
@@ -132,22 +135,16 @@ class OverlappedRun:
         self._times.begin()
         while True:
             if not is_ending:
-                is_ending = not self._request_trees()
-            if not is_ending:
-                self._let_requests_come()
-                with phase("plan"):
-                    messages.handle_messages()
-                    self._free_batch_rows()
-                    is_ending = messages.is_stopping or not (self._start_waiting() and self._choose())
+                is_ending = not (self._request_trees(messages) and self._plan(messages))
             is_ending |= not self._bind()
             if self._has_work() and (not is_ending or self._awaits_trees):
                 asked = self._post()
-                num_prompt_rows = self._prefill()
+                num_prompt_rows = self._prefill(is_ending=is_ending)
                 self._prepare_lookups(num_prompt_rows)
                 # All of that overlaps with the step in flight, whose tokens look-ups need.
                 is_sound = self._read_for_lookups()
                 # Prompts wait for this step, so it is launched whether or not the drafter is there.
-                is_ending |= not (self._launch(asked, num_prompt_rows) and is_sound)
+                is_ending |= not (self._launch(asked, num_prompt_rows, is_ending=is_ending) and is_sound)
             if not step.in_flight:
                 break
             if is_ending or len(step.in_flight) == MAX_IN_FLIGHT or not self._has_work():
@@ -159,22 +156,32 @@ class OverlappedRun:
 
     # 0. Request the next trees.
 
-    def _request_trees(self) -> bool:
-        """Choose the shape of the next trees, and request them. Return whether the run can go on.
+    def _request_trees(self, messages: Messages) -> bool:
+        """Request the next trees, and let requests come. Return whether the run can go on.
 
-        They follow the step in flight, so requests that come later change nothing of them. The
+        The trees follow the step in flight, so requests that come later change nothing of them. The
         drafter's host has the rest of that step's time for them.
         """
-        with self._lifecycle.counters.phase("plan"):
-            self._free_batch_rows()
-            if self._launched is None or not self._has_work():
-                return True
-            if not self._choose():
+        # A step without its masks is bound first: until then the host lets no requests come.
+        if self._step.in_flight.is_bound and self._launched is not None:
+            if not self._plan(messages):
                 return False
-        # Masks are bound first: the host does not let requests come before that.
-        if self._step.in_flight.is_bound:
-            self._post()
+            if self._has_work():
+                self._post()
+        self._let_requests_come()
         return True
+
+    def _plan(self, messages: Messages) -> bool:
+        """Handle messages, start waiting sequences, and choose the shape of the next trees.
+
+        Return whether the run can go on.
+        """
+        with self._lifecycle.counters.phase("plan"):
+            messages.handle_messages()
+            self._free_batch_rows()
+            if messages.is_stopping or not self._start_waiting():
+                return False
+            return not self._has_work() or self._choose()
 
     def _choose(self) -> bool:
         """Choose the shape of the next trees, unless that was done, and reserve blocks for them.
@@ -253,11 +260,13 @@ class OverlappedRun:
 
     # 3. Launch.
 
-    def _prefill(self) -> int:
+    def _prefill(self, *, is_ending: bool) -> int:
         """Prepare a pass over the next prompt tokens, all but each prompt's last.
 
-        Return its number of rows.
+        Return its number of rows: none if the run is about to end.
         """
+        if is_ending:
+            return 0
         with self._lifecycle.counters.phase("prefill"):
             return self._prepare_prompts()
 
@@ -278,13 +287,14 @@ class OverlappedRun:
         self._free_batch_rows()
         return is_sound
 
-    def _launch(self, asked: _Asked, num_prompt_rows: int) -> bool:
-        """Give out batch rows, look up, and launch the next step.
+    def _launch(self, asked: _Asked, num_prompt_rows: int, *, is_ending: bool) -> bool:
+        """Give out batch rows unless the run is about to end, look up, and launch the next step.
 
         Return False if there is nothing to do.
         """
         step, drafting, phase = self._step, self._drafting, self._lifecycle.counters.phase
-        self._join()
+        if not is_ending:
+            self._join()
         if drafting.shape != self._launched_shape:
             self._launched_shape = drafting.shape
             for index, batch_row in enumerate(step.batch_rows.rows):

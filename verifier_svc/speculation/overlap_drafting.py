@@ -37,6 +37,8 @@ class OverlapDrafting:
         self.is_above_limit = is_above_limit
         # The shape of the trees that the next request asks for.
         self.shape = NO_DRAFT
+        # Whether the controller chose it.
+        self.is_controlled = False
         # The sequences that are drafted for, with the shapes that their requests ask for.
         self._drafted: dict[Sequence, Shape | None] = {}
         # These shapes. None: not known.
@@ -106,8 +108,7 @@ class OverlapDrafting:
 
     def suits(self, num_sequences: int) -> bool:
         """Return whether a batch of this size may draft in the shape of the next trees."""
-        is_chosen = self.controller is not None and self.common_shape is None
-        return not is_chosen or self.controller.suits(self.shape, num_sequences)
+        return not self.is_controlled or self.controller is None or self.controller.suits(self.shape, num_sequences)
 
     def expected_tokens(self, sequence: Sequence) -> float:
         """Return the tokens that a step with the drafter's tree should yield for a sequence."""

@@ -119,6 +119,7 @@ class OverlapPolicy:
         controller = drafting.controller
         if controller is None:
             return True
+        drafting.is_controlled = drafting.common_shape is None
         if drafting.common_shape is not None:
             drafting.shape = drafting.common_shape
             return True
