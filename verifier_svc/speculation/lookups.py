@@ -13,6 +13,7 @@ from verifier_svc.speculation.costs import DraftCosts, StepBase
 from verifier_svc.speculation.draft_round import LookupRound
 from verifier_svc.speculation.lookup_pace import LookupPace
 from verifier_svc.speculation.lookup_record import LookupRecord
+from verifier_svc.speculation.lookup_yield import saved_s
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 from verifier_svc.speculation.plan import DraftPlan
 
@@ -142,21 +143,30 @@ class Lookups:
             return False
         extra = (self._round.promised_tokens(p) - self._model_tokens(p.sequence) for p in self._plans)
         self._promised = sum(max(tokens, 0.0) for tokens in extra)
-        late_s = self._gap_s(self._batch) - self._drafting.draft_s(self._batch)
-        pays = any(plan.bounds.is_fixed for plan in self._plans) or self._gain_s() >= late_s
+        batch = self._batch
+        gain_s = self._record.lookup_yields.of(batch).gain_s(
+            self._promised, self._num_rows, self._token_s(), self._costs
+        )
+        pays = any(plan.bounds.is_fixed for plan in self._plans) or gain_s >= self._late_s()
         return self._pace.waits(pays=pays)
+
+    def _late_s(self) -> float:
+        """Return how much later a step that waits for look-ups is launched than others."""
+        return self._gap_s(self._batch) - self._drafting.draft_s(self._batch)
 
     def _gap_s(self, batch: int) -> float:
         return self._record.gaps.seconds(batch, has_prompts=self._has_prompts)
 
-    def _gain_s(self) -> float:
-        """Return the seconds that look-ups should save, beside the model's tokens."""
+    @property
+    def _num_rows(self) -> int:
+        """The rows of a step without look-ups."""
+        return self._batch * self._drafting.shape.rows
+
+    def _token_s(self) -> float:
+        """Return the seconds in which the batch makes a token without look-ups."""
         drafting, batch = self._drafting, self._batch
         tokens = 1.0 if drafting.controller is None else drafting.controller.controller.expected_tokens(drafting.shape)
-        token_s = drafting.step_s(drafting.shape, batch, self._costs) / (batch * tokens)
-        return self._record.lookup_yields.of(batch).gain_s(
-            self._promised, batch * drafting.shape.rows, token_s, self._costs
-        )
+        return drafting.step_s(drafting.shape, batch, self._costs) / (batch * tokens)
 
     def _model_tokens(self, sequence: Sequence) -> float:
         """Return the tokens that a step with the model's tree should yield.
@@ -201,13 +211,15 @@ class Lookups:
 
         ``chosen``: the step's trees; ``trees``: the sequences for which these look-ups found one.
         """
-        found, num_rows = 0.0, 0
+        num_tokens, num_added_rows = 0.0, 0
         for batch_row, draft in chosen:
             assert batch_row is not None
             if batch_row.sequence in trees:
-                found += max(sum(draft.chances) - self._model_tokens(batch_row.sequence), 0.0)
-                num_rows += max(draft.tree.num_nodes - batch_row.width, 0)
-        self._record.lookup_yields.of(self._batch).observe(self._promised, found, num_rows)
+                num_tokens += max(sum(draft.chances) - self._model_tokens(batch_row.sequence), 0.0)
+                num_added_rows += max(draft.tree.num_nodes - batch_row.width, 0)
+        self._record.lookup_yields.of(self._batch).observe(self._promised, num_tokens, num_added_rows)
+        gain_s = saved_s(num_tokens, num_added_rows, self._num_rows, self._token_s(), self._costs)
+        self._pace.observe_try(has_paid=gain_s >= self._late_s())
 
     def observe_gap(self, seconds: float) -> None:
         """Learn how long after the end of the last step the next one was launched."""

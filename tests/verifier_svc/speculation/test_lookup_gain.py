@@ -21,10 +21,11 @@ from tests.support.runs import (
 )
 from tests.support.scripted_drafter import Nodes
 from verifier_svc.drafters.request import NO_DRAFT, Shape
+from verifier_svc.speculation import lookup_pace
 from verifier_svc.speculation.draft_round import SEND_BEHIND
 from verifier_svc.speculation.gap_times import FIRST_GAP_S, GapTimes, StepGaps
 from verifier_svc.speculation.lookup_pace import ASKS_A_TRY, RAREST_TRY, TRY_EVERY
-from verifier_svc.speculation.lookup_yield import PRIOR_TOKENS, LookupYield
+from verifier_svc.speculation.lookup_yield import PRIOR_TOKENS, LookupYield, LookupYields
 
 
 def test_useless_lookups_are_tried_now_and_then_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +162,24 @@ def test_tries_that_change_nothing_grow_rare(monkeypatch: pytest.MonkeyPatch) ->
     late = [number for number, count in enumerate(step.num_found) if count]
     waits = [later - before for before, later in pairwise(late)]
     assert len(waits) > 1 and waits == sorted(waits) and waits[-1] <= RAREST_TRY
+
+
+def test_a_try_that_pays_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look-ups were in vain before; now the drafter knows all texts."""
+    found = LookupYield()
+    for _ in range(100):
+        found.observe(10.0, 0.0, 0)
+    monkeypatch.setattr(LookupYields, "of", lambda self, batch: found)
+    monkeypatch.setattr(lookup_pace, "TRY_EVERY", 32)
+    # One of the harness's plain steps.
+    monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 1.0)
+    requests = [greedy(seed, 6, 150) for seed in range(1, 9)]
+    play = Play(requests, range(NUM_TOKENS), with_model=False, num_steps=0)
+    play.run()
+    (step,) = play.runs.steps
+    late = [number for number, count in enumerate(step.num_found) if count]
+    assert play.runs.num_ordinary == 0
+    assert late[0] >= 32 and late[1:10] == [late[0] + number for number in range(1, 10)]
 
 
 def test_the_gap_is_learnt_from_late_launches() -> None:
