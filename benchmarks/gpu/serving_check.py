@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.serving_check [FOLDER]
 
-Without FOLDER it judges the newest result on an H200 and the newest one on an H100. The exit status
+Without FOLDER it judges the newest result of each workload on an H200 and on an H100. The exit status
 is 0 if every bar is reached, 1 if one is missed, and 2 if rows are missing or cannot be judged. An
 H100 is held against vLLM of the same run alone.
 """
@@ -72,8 +72,13 @@ class Rows:
         }
         self.missing: list[str] = []
 
-    def all(self) -> list[Row]:
-        return list(self._rows.values())
+    @property
+    def workloads(self) -> list[str]:
+        return list(dict.fromkeys(workload for workload, _, _ in self._rows))
+
+    def all(self, workload: str | None = None) -> list[Row]:
+        """Return all rows; those of one workload if it is given."""
+        return [row for (name, _, _), row in self._rows.items() if workload in (None, name)]
 
     def find(self, workload: str, arm: str, point: str) -> Row | None:
         """Return a row; None for one that is missing."""
@@ -215,11 +220,13 @@ def _starts(rows: Rows) -> list[JudgedFigure]:
 def refusals(rows: Rows, is_known: Callable[[str], bool]) -> list[str]:
     """Return the reasons why rows cannot be judged."""
     reasons = []
-    ours = [row for row in rows.all() if ARMS[row["arm"]].engine == "foretoken"]
-    commits = sorted({str(row["commit"]) for row in ours})
-    if len(commits) > 1:
-        reasons.append(f"rows of several commits: {', '.join(commits)}")
-    for commit in commits:
+    all_commits = set()
+    for workload in rows.workloads:
+        commits = {str(row["commit"]) for row in rows.all(workload) if ARMS[row["arm"]].engine == "foretoken"}
+        if len(commits) > 1:
+            reasons.append(f"{workload}: rows of several commits: {', '.join(sorted(commits))}")
+        all_commits |= commits
+    for commit in sorted(all_commits):
         if not commit or " " in commit:
             reasons.append(f"the commit is {commit or 'unknown'}: only what is committed can be measured again")
         elif not is_known(commit):
@@ -240,14 +247,14 @@ def refusals(rows: Rows, is_known: Callable[[str], bool]) -> list[str]:
     return reasons
 
 
-def load(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the results of a folder by workload.
+def load(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Return results by workload.
 
     Raises:
         CannotJudgeError: there is none, or a file holds something else.
     """
     found = {}
-    for file in sorted(folder.glob("serving-*.json")):
+    for file in files:
         try:
             result = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -256,8 +263,16 @@ def load(folder: Path) -> dict[str, dict[str, Any]]:
             raise CannotJudgeError(f"{file} is no result of benchmarks.gpu.serving")
         found[result["workload"]] = result
     if not found:
-        raise CannotJudgeError(f"{folder} has no result")
+        raise CannotJudgeError("there is no result")
     return found
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the files of a run. Raises CannotJudgeError if there is none."""
+    files = sorted(folder.glob("serving-*.json"))
+    if not files:
+        raise CannotJudgeError(f"{folder} has no result")
+    return files
 
 
 def gpu_of(results: dict[str, dict[str, Any]]) -> str:
@@ -269,27 +284,34 @@ def gpu_of(results: dict[str, dict[str, Any]]) -> str:
     return kinds.pop()
 
 
-def newest(results: Path) -> dict[str, Path]:
-    """Return the newest folder of each kind of GPU that has one."""
-    found: dict[str, tuple[str, Path]] = {}
-    for folder in sorted({file.parent for file in results.rglob("serving-core.json")}):
-        core = load(folder)["core"]
-        for kind in bars.CONCURRENCIES:
-            if kind in core["device"]["gpu"] and (kind not in found or found[kind][0] < core["began_at"]):
-                found[kind] = (core["began_at"], folder)
-    return {kind: folder for kind, (_, folder) in found.items()}
+def newest(results: Path) -> dict[str, list[Path]]:
+    """Return the newest file of each workload, for each kind of GPU that has one of core.
+
+    Others in ``results`` than serving-WORKLOAD.json are of special runs.
+    """
+    found: dict[str, dict[str, tuple[str, Path]]] = {}
+    for workload in WORKLOADS:
+        for file in sorted(results.rglob(f"serving-{workload}.json")):
+            content = load([file])[workload]
+            for kind in (kind for kind in bars.CONCURRENCIES if kind in content["device"]["gpu"]):
+                files = found.setdefault(kind, {})
+                began_at = content["began_at"]
+                if workload not in files or files[workload][0] < began_at:
+                    files[workload] = (began_at, file)
+    return {kind: [file for _, file in files.values()] for kind, files in found.items() if "core" in files}
 
 
-def check(folder: Path, is_known: Callable[[str], bool] = is_ancestor) -> tuple[str, list[str], list[str]]:
+def check(files: Sequence[Path], is_known: Callable[[str], bool] = is_ancestor) -> tuple[str, list[str], list[str]]:
     """Return a table of all bars, a line for each missed one, and a line for each error.
 
     Raises:
-        CannotJudgeError: the folder holds no results that have bars.
+        CannotJudgeError: the files hold no results that have bars.
     """
-    results = load(folder)
+    results = load(files)
     gpu, rows = gpu_of(results), Rows(results)
     found = judge(rows, gpu)
-    lines = [f"{folder}: {gpu}", "", "| bar | value | must | goal | |", "| --- | ---: | ---: | ---: | --- |"]
+    lines = [f"{gpu}: {', '.join(f'{file.parent.name}/{file.name}' for file in files)}", ""]
+    lines += ["| bar | value | must | goal | |", "| --- | ---: | ---: | ---: | --- |"]
     for bar in found:
         goal = "" if bar.goal is None else f"{bar.goal:g}"
         lines.append(f"| {bar.name} | {_number(bar.value)} | {bar.kind} {bar.limit:g} | {goal} | {bar.verdict} |")
@@ -303,16 +325,16 @@ def _number(value: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu.serving_check", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", help="a run's results; by default the newest of each GPU")
+    parser.add_argument("folder", type=Path, nargs="?", help="a run's results; by default the newest ones")
     options = parser.parse_args(arguments)
     missed: list[str] = []
     errors: list[str] = []
     try:
-        folders = {"": options.folder} if options.folder else newest(RESULTS)
+        runs = {"": files_of(options.folder)} if options.folder else newest(RESULTS)
         if not options.folder:
-            errors += [f"{RESULTS} has no core row of an {kind}" for kind in bars.CONCURRENCIES if kind not in folders]
-        for folder in folders.values():
-            table, more_missed, more_errors = check(folder)
+            errors += [f"{RESULTS} has no core row of an {kind}" for kind in bars.CONCURRENCIES if kind not in runs]
+        for files in runs.values():
+            table, more_missed, more_errors = check(files)
             print(table)
             missed += more_missed
             errors += more_errors

@@ -65,11 +65,12 @@ def results(gpu: str = "NVIDIA H200", *names: str) -> Results:
     }
 
 
-def write(folder: Path, run: Results) -> Path:
+def write(folder: Path, run: Results) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in run.items():
-        (folder / f"serving-{name}.json").write_text(json.dumps(content))
-    return folder
+    files = [folder / f"serving-{name}.json" for name in run]
+    for file, content in zip(files, run.values(), strict=True):
+        file.write_text(json.dumps(content))
+    return files
 
 
 def change(run: Results, workload: str, arm: str, point: str, **fields: Any) -> None:
@@ -158,7 +159,7 @@ def test_an_h100_is_held_against_vllm_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda run: change(run, "core", "auto", "1", commit="b"), f"rows of several commits: {COMMIT}, b"),
+        (lambda run: change(run, "core", "auto", "1", commit="b"), f"core: rows of several commits: {COMMIT}, b"),
         (lambda run: change(run, "core", "auto", "1", gpu="NVIDIA H200 NVL"), "rows of several GPUs"),
         (lambda run: change(run, "core", "auto", "1", requests_a_stream=4), "auto at 1: 4 requests a stream, not 5"),
         (lambda run: change(run, "core", "auto", "1", client_busy=0.9), "auto at 1: a client was 90% busy"),
@@ -178,8 +179,8 @@ def test_vllms_rows_may_be_of_an_older_commit(tmp_path: Path) -> None:
 
 
 def test_only_what_is_committed_counts(tmp_path: Path) -> None:
-    folder = write(tmp_path, results())
-    assert check(folder, lambda commit: False)[2] == [f"commit {COMMIT} is not an ancestor of HEAD"]
+    files = write(tmp_path, results())
+    assert check(files, lambda commit: False)[2] == [f"commit {COMMIT} is not an ancestor of HEAD"]
     run = results()
     for content in run.values():
         for each in content["rows"]:
@@ -192,32 +193,45 @@ def test_another_processor_has_no_bars(tmp_path: Path) -> None:
         check(write(tmp_path, results("NVIDIA A100")), yes)
 
 
-def test_the_newest_run_of_each_gpu_is_judged(tmp_path: Path) -> None:
-    write(tmp_path / "old", results())
+def test_workloads_may_be_of_different_commits(tmp_path: Path) -> None:
     run = results()
+    for each in run["core"]["rows"]:
+        each["commit"] = "b"
+    assert check(write(tmp_path, run), yes)[1:] == ([], [])
+
+
+def test_the_newest_result_of_each_workload_and_gpu_is_judged(tmp_path: Path) -> None:
+    old = write(tmp_path / "old", results())
+    run = results("NVIDIA H200", "core", "mixed")
     run["core"]["began_at"] = "2026-01-02T00:00:00+00:00"
+    run["mixed"]["began_at"] = "2025-12-31T00:00:00+00:00"
     write(tmp_path / "new", run)
-    assert newest(tmp_path) == {"H200": tmp_path / "new"}
-    write(tmp_path / "h100", results("NVIDIA H100", "core"))
-    assert newest(tmp_path) == {"H200": tmp_path / "new", "H100": tmp_path / "h100"}
+    write(tmp_path / "other", run)[0].rename(tmp_path / "other" / "serving-core-special.json")
+    found = {"H200": {*old} - {tmp_path / "old" / "serving-core.json"} | {tmp_path / "new" / "serving-core.json"}}
+    assert {kind: {*files} for kind, files in newest(tmp_path).items()} == found
+    found["H100"] = {*write(tmp_path / "h100", results("NVIDIA H100", "core"))}
+    assert {kind: {*files} for kind, files in newest(tmp_path).items()} == found
 
 
 def test_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def status(*words: str) -> object:
+    def status(folder: Path | None = None) -> object:
         with pytest.raises(SystemExit) as ended:
-            serving_check.main(words)
+            serving_check.main([] if folder is None else [str(folder)])
         return ended.value.code
 
     monkeypatch.setattr(serving_check.check, "__defaults__", (yes,))
-    assert status(str(write(tmp_path / "a", results()))) == 0
+    write(tmp_path / "a", results())
+    assert status(tmp_path / "a") == 0
     run = results()
     change(run, "core", "auto", "16", tokens_per_s=6599.0)
-    assert status(str(write(tmp_path / "b", run))) == 1
+    write(tmp_path / "b", run)
+    assert status(tmp_path / "b") == 1
     assert "FAIL: core, auto at 16: tok/s: 6599, must be at least 6600" in capsys.readouterr().out
     run["core"]["rows"].pop()
-    assert status(str(write(tmp_path / "c", run))) == 2
+    write(tmp_path / "c", run)
+    assert status(tmp_path / "c") == 2
     assert "refused: missing row: core, vllm-eagle3-5, at 256" in capsys.readouterr().err
-    assert status(str(tmp_path / "nothing")) == 2
+    assert status(tmp_path / "nothing") == 2
     # Without a folder both GPUs must have a result.
     monkeypatch.setattr(serving_check, "RESULTS", tmp_path / "a")
     assert status() == 2
