@@ -29,7 +29,6 @@ from foretoken.commands.serve_command import ServeCommand
 from foretoken.commands.settings_command import SettingsCommand
 
 if TYPE_CHECKING:
-    from drafter_svc.config import DrafterSettings
     from foretoken.commands.service_settings import ServeOptions, StackSettings, VerifierStack
     from foretoken.drafter import Drafter
     from foretoken.supervisor import Service
@@ -110,7 +109,11 @@ def serve(given: Given) -> None:
         # Check the tokenizer's files and the chat template as a gateway would. It takes a second.
         Tokenizer(plan.gateway.model, plan.gateway.chat_template)
         _say_all(plan.notices)
-        _print_plan(plan.verifier, _kinds(settings for _, settings in plan.drafters))
+        drafters = [
+            f"{spec.name} ({spec.algorithm}, {'in-process' if plan.is_inside(spec) else 'process'})"
+            for spec, _ in plan.drafters
+        ]
+        _print_plan(plan.verifier, drafters)
         return
     with runtime_folder() as folder:
         if options.verifier_address is not None:
@@ -169,7 +172,7 @@ def verifier(given: Given) -> None:
         service_settings.check_drafter(given, drafter, settings.model)
     if options.dry_run:
         attached = [f"{endpoint.name} at {endpoint.address}" for endpoint in settings.drafters]
-        _print_plan(settings, _kinds(inside.values()) + attached)
+        _print_plan(settings, [f"{spec.name} ({spec.algorithm}, in-process)" for spec in held] + attached)
         return
     in_process: dict[str, Drafter] = {}
     if inside:
@@ -395,10 +398,6 @@ def _gateway(settings: GatewaySettings, log_level: str, folder: Path) -> tuple[S
 def _say_all(lines: Iterable[str]) -> None:
     for line in lines:
         say(line)
-
-
-def _kinds(drafters: Iterable[DrafterSettings]) -> list[str]:
-    return [f"{drafter.name} ({drafter.algorithm})" for drafter in drafters]
 
 
 def _print_plan(settings: VerifierSettings, drafters: list[str]) -> None:

@@ -25,17 +25,17 @@ VERIFIER = ("verifier", "--address", "unix:/v")
 @pytest.mark.parametrize(
     ("command", "drafters"),
     [
-        (("serve",), "ngram (NGRAM)"),
+        (("serve",), "ngram (NGRAM, in-process)"),
         (("serve", "--speculative-algorithm", "NONE"), "none"),
         (("serve", "--speculative-algorithm", "none"), "none"),
         (
             ("serve", "--drafter", "name=a,algorithm=NGRAM", "--drafter", "name=b,algorithm=NGRAM"),
-            "a (NGRAM), b (NGRAM)",
+            "a (NGRAM, in-process), b (NGRAM, in-process)",
         ),
         (VERIFIER, "none"),
         (
             (*VERIFIER, "--drafter", "name=a,address=unix:/a", "--drafter", "name=b,algorithm=NGRAM"),
-            "b (NGRAM), a at unix:/a",
+            "b (NGRAM, in-process), a at unix:/a",
         ),
     ],
 )

@@ -45,8 +45,9 @@ LINES = {
     "--speculative-attention-mode prefill",
 }
 # What the plan names.
-DRAFTERS = {"MTP": "mtp (MTP)", "NEXTN": "mtp (MTP)", "LOOKAHEAD": "ngram (NGRAM)", "NGRAM": "ngram (NGRAM)"}
-DRAFTERS |= {"EAGLE3": "eagle3 (EAGLE3)", "STANDALONE": "standalone (STANDALONE)"}
+NGRAM, MTP = "ngram (NGRAM, in-process)", "mtp (MTP, process)"
+DRAFTERS = {"LOOKAHEAD": NGRAM, "NGRAM": NGRAM, "MTP": MTP, "NEXTN": MTP}
+DRAFTERS |= {"EAGLE3": "eagle3 (EAGLE3, process)", "STANDALONE": "standalone (STANDALONE, process)"}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def test_a_line_passes_as_typed(
         main()
     out, err = capsys.readouterr()
     assert not ended.value.code, err
-    assert f"drafters   {DRAFTERS.get(name, 'eagle (EAGLE)')}\n" in out
+    assert f"drafters   {DRAFTERS.get(name, 'eagle (EAGLE, process)')}\n" in out
     said = [line.partition(": ")[2].partition(":")[0] for line in err.splitlines()]
     assert len(said) == len(set(said))
     expected = {

@@ -85,7 +85,7 @@ def hub(repository: Repository) -> Iterator[FakeHub]:
 def test_a_head_brings_its_target(repository: Repository) -> None:
     result = repository.dry()
     assert result.exit_code == 0, result.exception
-    assert "drafters   eagle3 (EAGLE3)" in result.stdout
+    assert "drafters   eagle3 (EAGLE3, process)" in result.stdout
     head, target = repository.head, repository.target
     assert result.stderr.splitlines()[:2] == [
         f"foretoken: {head} is a draft head of algorithm EAGLE3; the target is {target}, which its config.json names",
@@ -97,11 +97,11 @@ def test_a_head_brings_its_target(repository: Repository) -> None:
 @pytest.mark.parametrize(
     ("flags", "drafters"),
     [
-        (("--speculative-algorithm", "eagle3"), "eagle3 (EAGLE3)"),
-        (("--speculative-algorithm", "NGRAM"), "ngram (NGRAM)"),
+        (("--speculative-algorithm", "eagle3"), "eagle3 (EAGLE3, process)"),
+        (("--speculative-algorithm", "NGRAM"), "ngram (NGRAM, in-process)"),
         (("--speculative-algorithm", "NONE"), "none"),
-        (("--drafter", "name=other,algorithm=NGRAM"), "other (NGRAM)"),
-        (("--drafter", "name=mine,algorithm=EAGLE3,model={head}"), "mine (EAGLE3)"),
+        (("--drafter", "name=other,algorithm=NGRAM"), "other (NGRAM, in-process)"),
+        (("--drafter", "name=mine,algorithm=EAGLE3,model={head}"), "mine (EAGLE3, process)"),
     ],
 )
 def test_flags_win(repository: Repository, flags: tuple[str, ...], drafters: str) -> None:
@@ -182,7 +182,7 @@ def test_a_repository_of_the_hub(hub: FakeHub, tmp_path: Path) -> None:
     result = serve_dry(hub, tmp_path / "cache", HEAD)
     assert result.returncode == 0, result.stderr
     assert f"{HEAD} is a draft head of algorithm EAGLE3; the target is {TARGET}" in result.stderr
-    assert "drafters   eagle3 (EAGLE3)" in result.stdout
+    assert "drafters   eagle3 (EAGLE3, process)" in result.stdout
     num_requests = len(hub.paths)
     again = serve_dry(hub, tmp_path / "cache", HEAD, HF_HUB_OFFLINE="1")
     assert (again.returncode, len(hub.paths)) == (0, num_requests), again.stderr
