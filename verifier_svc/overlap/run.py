@@ -42,15 +42,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from foretoken.models.device_batch import seq_bucket
 from verifier_svc.drafters.step_deadlines import StepDeadlines
 from verifier_svc.lifecycle import Lifecycle
 from verifier_svc.overlap.blocks import OverlapBlocks
 from verifier_svc.overlap.times import OverlapTimes, StepFacts
+from verifier_svc.overlap.tree_request import Asked, TreeRequest
 from verifier_svc.overlap.wait import POLL_S, OverlapWait
 from verifier_svc.sampling.allowed_tokens import ENDED
 from verifier_svc.scheduling.batch import Scheduled, build_batch
@@ -79,13 +78,6 @@ class Messages(Protocol):
     def is_stopping(self) -> bool: ...
 
 
-class _Asked(NamedTuple):
-    """The request for the trees of the next step. ``is_drafted``: whether a drafter got one."""
-
-    is_drafted: bool
-    kind: Hashable
-
-
 class OverlappedRun:
     """One run of overlapped steps. Only the engine thread uses it."""
 
@@ -105,6 +97,7 @@ class OverlappedRun:
         self._blocks = OverlapBlocks(step, drafting, scheduler, self._lookups)
         self._times = OverlapTimes(drafting, speculator.costs, scheduler.prefill)
         self._wait = OverlapWait(step, drafting, deadlines)
+        self._trees = TreeRequest(drafting, self._requests, speculator.overlap, self._blocks, lifecycle.counters)
         # Running sequences that have no batch row yet.
         self._joining: list[Sequence] = list(scheduler.running)
         # The trees' shape in which steps are launched.
@@ -112,12 +105,6 @@ class OverlappedRun:
         # The batch rows of the last launched step, and where its prompts' hidden states begin.
         self._launched: tuple[BatchRow | None, ...] | None = None
         self._prompt_start = 0
-        # Whether the shape of the trees that follow that step is chosen, and the request for them.
-        # None: not made yet.
-        self._is_chosen = False
-        self._asked: _Asked | None = None
-        # The sequences for which that shape was chosen; more may join before the launch.
-        self._num_chosen_for = 0
         # Of the steps in flight.
         self._facts: deque[StepFacts] = deque()
         # Whether nobody can go on for want of blocks.
@@ -130,14 +117,13 @@ class OverlappedRun:
         """
         step, drafting = self._step, self._drafting
         step.begin(drafting.captured_layers, max(step.number, drafting.number))
-        phase = self._lifecycle.counters.phase
         is_ending = False
         self._times.begin()
         while True:
             if not is_ending:
                 is_ending = not (self._request_trees(messages) and self._plan(messages))
             is_ending |= not self._bind()
-            if self._has_work() and (not is_ending or self._awaits_trees):
+            if self._has_work() and (not is_ending or self._trees.is_awaited):
                 asked = self._post()
                 num_prompt_rows = self._prefill(is_ending=is_ending)
                 self._prepare_lookups(num_prompt_rows)
@@ -181,41 +167,15 @@ class OverlappedRun:
             self._free_batch_rows()
             if messages.is_stopping or not self._start_waiting():
                 return False
-            return not self._has_work() or self._choose()
+            if not self._has_work():
+                return True
+            is_chosen = self._trees.choose(len(self._scheduler.running))
+            self._lacks_blocks = self._trees.lacks_blocks
+            return is_chosen
 
-    def _choose(self) -> bool:
-        """Choose the shape of the next trees, unless that was done, and reserve blocks for them.
-
-        Return whether the run can go on.
-        """
-        if self._is_chosen:
-            return True
-        self._num_chosen_for = max(len(self._scheduler.running), 1)
-        if not self._speculator.overlap.choose(self._drafting, self._num_chosen_for):
-            return False
-        self._is_chosen = self._blocks.reserve()
-        self._lacks_blocks = not self._is_chosen
-        return self._is_chosen
-
-    def _post(self) -> _Asked:
+    def _post(self) -> Asked:
         """Request the trees after the last step, unless that was done."""
-        if self._asked is None:
-            drafting, launched = self._drafting, self._launched
-            kind = drafting.shape, seq_bucket(len(launched or ())), self._requests.has_prompts
-            if launched is not None:
-                with self._lifecycle.counters.phase("draft_post"):
-                    self._requests.post(self._step.number, launched, self._prompt_start)
-            self._asked = _Asked(drafting.drafter is not None and launched is not None, kind)
-        return self._asked
-
-    @property
-    def _awaits_trees(self) -> bool:
-        """Return whether a drafter drafts for the next step, which is then launched in any case.
-
-        The run's last request, after that step, tells the drafter that the run ends. Its answer
-        says that it reads the shared memory no more.
-        """
-        return self._asked is not None and self._asked.is_drafted and self._drafting.is_current
+        return self._trees.post(self._step.number, self._launched, self._prompt_start)
 
     def _has_work(self) -> bool:
         """Return whether a prompt waits, or a batch row may emit more than steps in flight do."""
@@ -287,7 +247,7 @@ class OverlappedRun:
         self._free_batch_rows()
         return is_sound
 
-    def _launch(self, asked: _Asked, num_prompt_rows: int, *, is_ending: bool) -> bool:
+    def _launch(self, asked: Asked, num_prompt_rows: int, *, is_ending: bool) -> bool:
         """Give out batch rows unless the run is about to end, look up, and launch the next step.
 
         Return False if there is nothing to do.
@@ -301,7 +261,8 @@ class OverlappedRun:
                 if batch_row is not None:
                     step.batch_rows.resize(index, drafting.shape_of(batch_row.sequence).nodes)
             step.batch_rows.share_rows(drafting.shape.budget)
-        self._launched, self._is_chosen, self._asked = tuple(step.batch_rows.rows), False, None
+        self._launched = tuple(step.batch_rows.rows)
+        self._trees.begin_next()
         taken = [batch_row for batch_row in self._launched if batch_row is not None]
         if not taken and not num_prompt_rows:
             self._lacks_blocks = True
@@ -376,24 +337,17 @@ class OverlappedRun:
     def _join(self) -> None:
         """Give a batch row to each sequence whose tokens are sent and, but the last, computed."""
         waiting: list[Sequence] = []
+        num_batch_rows = sum(batch_row is not None for batch_row in self._step.batch_rows.rows)
         for sequence in self._joining:
             is_ready = sequence.num_uncomputed == 1 and self._requests.has_sent(sequence)
-            if not is_ready or not self._suits_one_more() or not self._blocks.reserve_for(sequence):
+            if not is_ready or not self._trees.suits(num_batch_rows + 1) or not self._blocks.reserve_for(sequence):
                 waiting.append(sequence)
                 continue
+            num_batch_rows += 1
             width = self._drafting.shape_of(sequence).nodes
             batch_row = BatchRow(sequence, width, self._drafting.drafter_number, is_new=not sequence.is_decoding)
             self._step.batch_rows.join(self._step.batch_rows.free_row(), batch_row)
         self._joining = waiting
-
-    def _suits_one_more(self) -> bool:
-        """Return whether one more sequence may join the next step.
-
-        The shape of its trees was chosen before some requests came. A batch that is too large for
-        it has no graph, so they join the step after, whose shape is chosen for them too.
-        """
-        num_batch_rows = sum(batch_row is not None for batch_row in self._step.batch_rows.rows) + 1
-        return num_batch_rows <= self._num_chosen_for or self._drafting.suits(num_batch_rows)
 
     # 5. Bind late.
 
