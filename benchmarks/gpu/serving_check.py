@@ -222,7 +222,7 @@ def refusals(rows: Rows, is_known: Callable[[str], bool]) -> list[str]:
     reasons = []
     all_commits = set()
     for workload in rows.workloads:
-        commits = {str(row["commit"]) for row in rows.all(workload) if ARMS[row["arm"]].engine == "foretoken"}
+        commits = _commits(rows.all(workload))
         if len(commits) > 1:
             reasons.append(f"{workload}: rows of several commits: {', '.join(sorted(commits))}")
         all_commits |= commits
@@ -292,7 +292,9 @@ def newest(results: Path) -> dict[str, list[Path]]:
     found: dict[str, dict[str, tuple[str, Path]]] = {}
     for workload in WORKLOADS:
         for file in sorted(results.rglob(f"serving-{workload}.json")):
-            content = load([file])[workload]
+            content = load([file]).get(workload)
+            if content is None:
+                raise CannotJudgeError(f"{file} is a result of another workload")
             for kind in (kind for kind in bars.CONCURRENCIES if kind in content["device"]["gpu"]):
                 files = found.setdefault(kind, {})
                 began_at = content["began_at"]
@@ -310,13 +312,25 @@ def check(files: Sequence[Path], is_known: Callable[[str], bool] = is_ancestor) 
     results = load(files)
     gpu, rows = gpu_of(results), Rows(results)
     found = judge(rows, gpu)
-    lines = [f"{gpu}: {', '.join(f'{file.parent.name}/{file.name}' for file in files)}", ""]
-    lines += ["| bar | value | must | goal | |", "| --- | ---: | ---: | ---: | --- |"]
+    lines = [f"{gpu}, by workload:", ""]
+    lines += [f"- {_origin(file)}" for file in files]
+    lines += ["", "| bar | value | must | goal | |", "| --- | ---: | ---: | ---: | --- |"]
     for bar in found:
         goal = "" if bar.goal is None else f"{bar.goal:g}"
         lines.append(f"| {bar.name} | {_number(bar.value)} | {bar.kind} {bar.limit:g} | {goal} | {bar.verdict} |")
     missed = [f"{bar.name}: {_number(bar.value)}, must be {bar.kind} {bar.limit:g}" for bar in found if bar.is_missed]
     return "\n".join(lines) + "\n", missed, rows.missing + refusals(rows, is_known)
+
+
+def _commits(rows: Iterable[Row]) -> set[str]:
+    """Return the commits of foretoken's rows."""
+    return {str(row["commit"]) for row in rows if ARMS[row["arm"]].engine == "foretoken"}
+
+
+def _origin(file: Path) -> str:
+    """Return what a result is of."""
+    ((workload, content),) = load([file]).items()
+    return f"{workload}: {file.parent.name}/{file.name}, commit {', '.join(sorted(_commits(content['rows'])))}"
 
 
 def _number(value: float) -> str:

@@ -197,7 +197,9 @@ def test_workloads_may_be_of_different_commits(tmp_path: Path) -> None:
     run = results()
     for each in run["core"]["rows"]:
         each["commit"] = "b"
-    assert check(write(tmp_path, run), yes)[1:] == ([], [])
+    table, missed, errors = check(write(tmp_path, run), yes)
+    assert (missed, errors) == ([], [])
+    assert f"- core: {tmp_path.name}/serving-core.json, commit b\n" in table
 
 
 def test_the_newest_result_of_each_workload_and_gpu_is_judged(tmp_path: Path) -> None:
@@ -211,6 +213,10 @@ def test_the_newest_result_of_each_workload_and_gpu_is_judged(tmp_path: Path) ->
     assert {kind: {*files} for kind, files in newest(tmp_path).items()} == found
     found["H100"] = {*write(tmp_path / "h100", results("NVIDIA H100", "core"))}
     assert {kind: {*files} for kind, files in newest(tmp_path).items()} == found
+    (file,) = write(tmp_path / "wrong", results("NVIDIA H200", "odd"))
+    file.rename(tmp_path / "wrong" / "serving-mixed.json")
+    with pytest.raises(CannotJudgeError, match="another workload"):
+        newest(tmp_path)
 
 
 def test_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
