@@ -133,13 +133,15 @@ class EngineGenerator:
     def __init__(self, model: Path, threads: int) -> None:
         from verifier_svc.config import VerifierSettings
         from verifier_svc.outbox import Outbox
-        from verifier_svc.server import build
+        from verifier_svc.server import build, spare_collections
 
         settings = VerifierSettings(model=model, served_model_names=("engine",), address="unix:/none", threads=threads)
         self._engine = build(settings, progress=_no_progress).engine
         self._outbox = Outbox(wake=_nobody_waits)
         self._session = self._engine.open_session(self._outbox)
         self._num_requests = 0
+        # As a server does: one full collection takes as long as a hundred steps.
+        spare_collections()
 
     def generate(self, prompt_ids: Sequence[int], num_tokens: int) -> tuple[list[int], list[float]]:
         from verifier_svc.messages import FinishedEvent, TokensEvent

@@ -77,8 +77,8 @@ class StepCosts:
         share = min((num_rows - rows[right - 1]) / (rows[right] - rows[right - 1]), 1.0) if right else 1.0
         for i in range(right):
             known[i] *= 1 + CURVE_SMOOTHING / (1 + 2 * (right - 1 - i + share)) * (ratio - 1)
-        for i in range(right, len(rows)):
-            known[i] *= 1 + CURVE_SMOOTHING * (ratio - 1)
+        growth = 1 + CURVE_SMOOTHING * (ratio - 1)
+        known[right:] = [seconds * growth for seconds in known[right:]]
         self._forget_unseen(right if share >= 0.5 else right - 1)
 
     def _forget_unseen(self, seen: int) -> None:
