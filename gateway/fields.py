@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 import secrets
+import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -26,6 +28,8 @@ INLINE_BODY_BYTES = 256 * 1024
 NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
 # JavaScript's numbers hold integers of 53 bits.
 SEED_BITS = 53
+# An unknown field's error names so many known ones at most.
+MOST_NAMED = 12
 
 
 class Fields(BaseModel):
@@ -125,16 +129,16 @@ def validate(
         elif name in ignored:
             logger.debug("ignored field", extra={"field": name})
         elif is_closed:
-            raise _unknown_field(name)
+            raise _unknown_field(name, kind)
         elif value is not None:
             unknown.append(prefix + name)
     try:
         fields = kind.model_validate(values)
     except ValidationError as error:
-        raise _complaint(error) from None
+        raise _complaint(error, kind) from None
     nested = list(_unknown_in(fields, prefix))
     if nested and ignored_fields().is_strict:
-        raise _unknown_field(nested[0])
+        raise _unknown_field(nested[0], kind)
     if unknown or nested:
         ignored_fields().add([*unknown, *nested])
     return fields
@@ -245,15 +249,35 @@ def text_list(field: str, value: Sequence[str], most: int, max_chars: int) -> tu
     return tuple(value)
 
 
-def _unknown_field(name: str) -> InvalidRequestError:
-    return InvalidRequestError(f"unknown field {name[:128]!r}", field=name[:128])
+def _unknown_field(name: str, kind: type[BaseModel]) -> InvalidRequestError:
+    """Return the error for a field of a body of ``kind``: it names the known ones if they are few."""
+    name = name[:128]
+    *path, last = name.split(".")
+    for part in path:
+        if part in kind.model_fields:
+            kind = next(_models_in(kind.model_fields[part].annotation), kind)
+    known = sorted(kind.model_fields)
+    if len(known) > MOST_NAMED:
+        known = difflib.get_close_matches(last, known, 1)
+    hint = f"; known: {', '.join(known)}" if len(known) > 1 else f"; did you mean {known[0]!r}?" if known else ""
+    return InvalidRequestError(f"unknown field {name!r}{hint}", field=name)
 
 
-def _complaint(error: ValidationError) -> InvalidRequestError:
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the models in the type of a field, as in ``list[Model] | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from _models_in(part)
+
+
+def _complaint(error: ValidationError, kind: type[BaseModel]) -> InvalidRequestError:
+    errors = error.errors(include_url=False, include_input=False, include_context=False)
+    # A misspelt field may be the one that is missing.
+    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return _unknown_field(field)
+        return _unknown_field(field, kind)
     if first["type"] == "model_type":
         return InvalidRequestError(f"{field} must be an object", field=field)
     words = first["msg"].removeprefix("Input should be ")

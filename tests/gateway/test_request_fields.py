@@ -88,8 +88,13 @@ async def test_an_error_names_ignored_fields_too(stack: Stack) -> None:
 
 @pytest.mark.parametrize("url", BODIES)
 async def test_unknown_fields_of_our_extension_are_refused(stack: Stack, url: str) -> None:
-    answer = await stack.http.post(url, json={**BODIES[url], "speculative": {"drafer": "x"}})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "speculative.drafer")
+    for fields, field, known in (
+        ({"drafer": "x"}, "speculative.drafer", "drafter, enabled, max_draft_tokens, shape"),
+        ({"shape": {"steps": 3}}, "speculative.shape.steps", "num_draft_tokens, num_steps, topk"),
+    ):
+        answer = await stack.http.post(url, json={**BODIES[url], "speculative": fields})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        assert answer.json()["error"]["message"] == f"unknown field {field!r}; known: {known}"
 
 
 @pytest.mark.parametrize("url", BODIES)
@@ -104,6 +109,11 @@ async def test_strict_fields_refuse_unknown_ones(strict: Stack, url: str) -> Non
             answer = await strict.http.post(url, json={**BODIES[url], **more})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
     assert (await strict.http.post(url, json=BODIES[url])).status_code == 200
+
+
+async def test_a_misspelt_field_gets_a_suggestion(strict: Stack) -> None:
+    answer = await strict.http.post(COMPLETION, json={"prompt": "a", "max_token": 3})
+    assert answer.json()["error"]["message"] == "unknown field 'max_token'; did you mean 'max_tokens'?"
 
 
 @pytest.mark.parametrize(
