@@ -101,7 +101,7 @@ def test_commands_know_it_by_its_row(checkpoint: Path) -> None:
     text = "".join(foretoken("serve", "--help").stdout.split())
     assert "STANDALONE|TOY|PLAYTHING|NONE" in text and "--speculative-toy-reachINTEGER" in text
     plan = foretoken("serve", str(checkpoint), "--speculative-algorithm", "plaything", "--dry-run")
-    assert "toy (TOY)" in plan.stdout, plan.stderr
+    assert "toy (TOY, process)" in plan.stdout, plan.stderr
     for words, message in (
         (("--drafter", "name=a,algorithm=TOY,threads=2"), "threads: is for drafters of algorithm EAGLE, EAGLE3, MTP, "),
         (("--speculative-toy-reach", "9"), "has an effect only with a drafter of --speculative-algorithm TOY"),
