@@ -129,7 +129,7 @@ def validate(
         elif name in ignored:
             logger.debug("ignored field", extra={"field": name})
         elif is_closed:
-            raise _unknown_field(name, kind)
+            raise _unknown_field(prefix + name, kind)
         elif value is not None:
             unknown.append(prefix + name)
     try:
@@ -254,13 +254,18 @@ def _unknown_field(name: str, kind: type[BaseModel]) -> InvalidRequestError:
     name = name[:128]
     *path, last = name.split(".")
     for part in path:
-        if part in kind.model_fields:
-            kind = next(_models_in(kind.model_fields[part].annotation), kind)
-    known = sorted(kind.model_fields)
+        if part in (fields := _by_name(kind)):
+            kind = next(_models_in(fields[part]), kind)
+    known = sorted(_by_name(kind))
     if len(known) > MOST_NAMED:
         known = difflib.get_close_matches(last, known, 1)
     hint = f"; known: {', '.join(known)}" if len(known) > 1 else f"; did you mean {known[0]!r}?" if known else ""
     return InvalidRequestError(f"unknown field {name!r}{hint}", field=name)
+
+
+def _by_name(kind: type[BaseModel]) -> dict[str, Any]:
+    """Return the types of a body's fields by the names that clients write."""
+    return {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

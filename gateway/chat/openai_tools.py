@@ -15,19 +15,19 @@ from gateway.json_depth import is_too_deep
 
 
 class OpenFields(Fields):
-    """Base of the parts of tools: clients put their own fields there, which have no effect."""
+    """Base of the parts of calls: clients send those of other servers' answers back as they were."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
-class FunctionFields(OpenFields):
+class FunctionFields(Fields):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ToolFields(OpenFields):
+class ToolFields(Fields):
     type: Literal["function"]
     function: FunctionFields
 

@@ -63,6 +63,15 @@ async def test_unknown_fields_are_ignored_with_a_warning(
         (CHAT, {**HELLO, "response_format": {"type": "text", "later": 1}}, "response_format.later"),
         (GENERATE, {"text": "a", "sampling_params": {"later": 1}}, "sampling_params.later"),
         ("/tokenize", {"prompt": "a", "later": 1}, "later"),
+        (
+            CHAT,
+            {
+                **HELLO,
+                "tools": [{"type": "function", "function": {"name": "f", "paramters": {}}}],
+                "tool_choice": "none",
+            },
+            "tools.function.paramters",
+        ),
     ],
 )
 async def test_unknown_fields_of_objects_are_named_with_their_place(
@@ -91,8 +100,11 @@ async def test_unknown_fields_of_our_extension_are_refused(stack: Stack, url: st
     for fields, field, known in (
         ({"drafer": "x"}, "speculative.drafer", "drafter, enabled, max_draft_tokens, shape"),
         ({"shape": {"steps": 3}}, "speculative.shape.steps", "num_draft_tokens, num_steps, topk"),
+        ({"regx": "a"}, "structured_outputs.regx", "choice, grammar, json, json_object, regex"),
     ):
-        answer = await stack.http.post(url, json={**BODIES[url], "speculative": fields})
+        if url == GENERATE and "regx" in fields:
+            continue
+        answer = await stack.http.post(url, json={**BODIES[url], field.partition(".")[0]: fields})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
         assert answer.json()["error"]["message"] == f"unknown field {field!r}; known: {known}"
 
