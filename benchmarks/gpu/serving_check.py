@@ -77,7 +77,7 @@ class Rows:
         return list(dict.fromkeys(workload for workload, _, _ in self._rows))
 
     def all(self, workload: str | None = None) -> list[Row]:
-        """Return all rows; those of one workload if it is given."""
+        """Return the rows of a workload; without one, all rows."""
         return [row for (name, _, _), row in self._rows.items() if workload in (None, name)]
 
     def find(self, workload: str, arm: str, point: str) -> Row | None:
@@ -248,10 +248,10 @@ def refusals(rows: Rows, is_known: Callable[[str], bool]) -> list[str]:
 
 
 def load(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Return results by workload.
+    """Return results by workload, each with its ``file``.
 
     Raises:
-        CannotJudgeError: there is none, or a file holds something else.
+        CannotJudgeError: a file holds something else.
     """
     found = {}
     for file in files:
@@ -261,9 +261,7 @@ def load(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
             raise CannotJudgeError(f"{file}: {error}") from error
         if result.get("format") != FORMAT or result.get("workload") not in WORKLOADS:
             raise CannotJudgeError(f"{file} is no result of benchmarks.gpu.serving")
-        found[result["workload"]] = result
-    if not found:
-        raise CannotJudgeError("there is no result")
+        found[result["workload"]] = result | {"file": file}
     return found
 
 
@@ -313,7 +311,7 @@ def check(files: Sequence[Path], is_known: Callable[[str], bool] = is_ancestor) 
     gpu, rows = gpu_of(results), Rows(results)
     found = judge(rows, gpu)
     lines = [f"{gpu}, by workload:", ""]
-    lines += [f"- {_origin(file)}" for file in files]
+    lines += [f"- {workload}: {_origin(result)}" for workload, result in results.items()]
     lines += ["", "| bar | value | must | goal | |", "| --- | ---: | ---: | ---: | --- |"]
     for bar in found:
         goal = "" if bar.goal is None else f"{bar.goal:g}"
@@ -327,10 +325,10 @@ def _commits(rows: Iterable[Row]) -> set[str]:
     return {str(row["commit"]) for row in rows if ARMS[row["arm"]].engine == "foretoken"}
 
 
-def _origin(file: Path) -> str:
-    """Return what a result is of."""
-    ((workload, content),) = load([file]).items()
-    return f"{workload}: {file.parent.name}/{file.name}, commit {', '.join(sorted(_commits(content['rows'])))}"
+def _origin(result: dict[str, Any]) -> str:
+    """Return the file of a result, and its commits."""
+    file: Path = result["file"]
+    return f"{file.parent.name}/{file.name}, commit {', '.join(sorted(_commits(result['rows'])))}"
 
 
 def _number(value: float) -> str:
