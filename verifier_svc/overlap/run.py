@@ -107,7 +107,7 @@ class OverlappedRun:
         self._prompt_start = 0
         # Of the steps in flight.
         self._facts: deque[StepFacts] = deque()
-        # Whether nobody can go on for want of blocks.
+        # Whether nobody could get a batch row for want of blocks.
         self._lacks_blocks = False
 
     def run(self, messages: Messages) -> OverlapBlock | None:
@@ -138,7 +138,8 @@ class OverlappedRun:
                 is_ending |= not self._read()
             self._lifecycle.publish()
         self._end()
-        return OverlapBlock.NO_FREE_BLOCKS if self._lacks_blocks and self._times.num_launched == 0 else None
+        lacks_blocks = self._lacks_blocks or self._trees.lacks_blocks
+        return OverlapBlock.NO_FREE_BLOCKS if lacks_blocks and self._times.num_launched == 0 else None
 
     # 0. Request the next trees.
 
@@ -167,11 +168,7 @@ class OverlappedRun:
             self._free_batch_rows()
             if messages.is_stopping or not self._start_waiting():
                 return False
-            if not self._has_work():
-                return True
-            is_chosen = self._trees.choose(len(self._scheduler.running))
-            self._lacks_blocks = self._trees.lacks_blocks
-            return is_chosen
+            return not self._has_work() or self._trees.choose(len(self._scheduler.running))
 
     def _post(self) -> Asked:
         """Request the trees after the last step, unless that was done."""
