@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
+import pytest
+
 from foretoken.drafting import DraftBatch, DraftRequest, TargetInfo
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from tests.support.engine_harness import Request, Result, TestSource
@@ -18,6 +20,8 @@ from tests.support.runs import (
     prompt,
 )
 from tests.support.scripted_drafter import Nodes, ScriptedDrafter
+from verifier_svc.speculation import lookup_pace
+from verifier_svc.speculation.lookup_yield import LookupYield, LookupYields
 
 NUM_TOKENS = 300
 MODEL, QUICK = 1, 2
@@ -112,6 +116,15 @@ class Play:
     def step_trees(self) -> int:
         """Return how many trees of overlapped steps came from the host."""
         return sum(sum(step.num_found) for step in self.runs.steps)
+
+
+def take_look_ups_for_vain(monkeypatch: pytest.MonkeyPatch, *, try_every: int) -> None:
+    """Let look-ups be believed to find nothing, and the first try come after so many steps."""
+    found = LookupYield()
+    for _ in range(100):
+        found.observe(10.0, 0.0, 0)
+    monkeypatch.setattr(LookupYields, "of", lambda self, batch: found)
+    monkeypatch.setattr(lookup_pace, "TRY_EVERY", try_every)
 
 
 def request(drafter: str = "auto", prediction: tuple[int, ...] = (), seed: int = 1) -> Request:

@@ -11,7 +11,7 @@ import pytest
 
 from foretoken.drafting import DraftBatch, DraftRequest
 from foretoken.sampling import DraftShape, SpeculationOptions
-from tests.support.lookup_play import NUM_TOKENS, Knowing, Play, request
+from tests.support.lookup_play import NUM_TOKENS, Knowing, Play, request, take_look_ups_for_vain
 from tests.support.runs import (
     NODES,
     VOCAB,
@@ -21,11 +21,10 @@ from tests.support.runs import (
 )
 from tests.support.scripted_drafter import Nodes
 from verifier_svc.drafters.request import NO_DRAFT, Shape
-from verifier_svc.speculation import lookup_pace
 from verifier_svc.speculation.draft_round import SEND_BEHIND
 from verifier_svc.speculation.gap_times import FIRST_GAP_S, GapTimes, StepGaps
 from verifier_svc.speculation.lookup_pace import ASKS_A_TRY, RAREST_TRY, TRY_EVERY
-from verifier_svc.speculation.lookup_yield import PRIOR_TOKENS, LookupYield, LookupYields
+from verifier_svc.speculation.lookup_yield import PRIOR_TOKENS, LookupYield
 
 
 def test_useless_lookups_are_tried_now_and_then_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,11 +165,7 @@ def test_tries_that_change_nothing_grow_rare(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_try_that_pays_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look-ups were in vain before; now the drafter knows all texts."""
-    found = LookupYield()
-    for _ in range(100):
-        found.observe(10.0, 0.0, 0)
-    monkeypatch.setattr(LookupYields, "of", lambda self, batch: found)
-    monkeypatch.setattr(lookup_pace, "TRY_EVERY", 32)
+    take_look_ups_for_vain(monkeypatch, try_every=32)
     # One of the harness's plain steps.
     monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 1.0)
     requests = [greedy(seed, 6, 150) for seed in range(1, 9)]

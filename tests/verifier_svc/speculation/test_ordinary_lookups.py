@@ -12,12 +12,10 @@ from foretoken.drafting import DraftBatch, DraftRequest
 from foretoken.sampling import DraftShape, SamplingParams, SpeculationOptions
 from tests.support.engine_harness import Harness, Request
 from tests.support.hash_target import HashTarget
-from tests.support.lookup_play import Knowing
+from tests.support.lookup_play import Knowing, take_look_ups_for_vain
 from tests.support.scripted_drafter import Nodes
-from verifier_svc.speculation import lookup_pace
 from verifier_svc.speculation.draft_round import SEND_BEHIND
 from verifier_svc.speculation.lookup_pace import ASKS_A_TRY, RARELY_FROM, RAREST_TRY, TRY_EVERY
-from verifier_svc.speculation.lookup_yield import LookupYield, LookupYields
 from verifier_svc.speculation.ordinary_lookups import MOST_UNREAD
 
 VOCAB = 40
@@ -136,11 +134,7 @@ def test_look_ups_that_do_not_pay_make_a_large_batch_ask_rarely() -> None:
 
 def test_a_try_that_pays_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look-ups were in vain before; now the drafter knows all texts."""
-    found = LookupYield()
-    for _ in range(100):
-        found.observe(10.0, 0.0, 0)
-    monkeypatch.setattr(LookupYields, "of", lambda self, batch: found)
-    monkeypatch.setattr(lookup_pace, "TRY_EVERY", 64)
+    take_look_ups_for_vain(monkeypatch, try_every=64)
     requests = [new_request(number) for number in range(RARELY_FROM)]
     batch = Batch(requests, EVERYWHERE, ask_s=5e-4)
     keys = [batch.harness.submit(request) for request in requests]
