@@ -15,7 +15,7 @@ from gateway.json_depth import is_too_deep
 
 
 class OpenFields(Fields):
-    """Base of the parts of calls: clients send those of other servers' answers back as they were."""
+    """Base of calls in earlier answers. Another server's may have more fields, which mean nothing."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 

@@ -95,7 +95,7 @@ def test_a_burst_waits_for_a_shape_that_suits_it(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_next_trees_are_chosen_for_a_burst_that_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in the inbox when the last step is read, so nobody waits for a shape that suits."""
+    """The burst is in the inbox when the last step is read, so the next shape suits it at once."""
     monkeypatch.setattr(controllers, "suits", lambda shape, batch: shape.branches == 1 or batch <= 2)
     requests = [greedy(1, 6, 40), *(greedy(index, 9, 20) for index in range(2, 5))]
     course = Course(requests, dict.fromkeys(range(1, 4), 5))
