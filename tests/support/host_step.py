@@ -154,9 +154,6 @@ class HostStep:  # large: the interface of OverlappedStep, and what tests read
     def share_rows(self, budget: int) -> None:
         self._budget = budget
 
-    def num_rows(self, batch_row: BatchRow) -> int:
-        return min(batch_row.width, self._budget) if self._budget else batch_row.width
-
     def prefill(self, batch: ForwardBatch, parts: Sequence[tuple[int, int]]) -> int:
         assert not len(batch.logit_rows) and self._waiting is None
         self.prefills.append(batch.num_rows)
@@ -252,7 +249,7 @@ class HostStep:  # large: the interface of OverlappedStep, and what tests read
             for index in batch_rows
             for node in range(1, most[index])
         )
-        quota = sum(self.num_rows(batch_row) for batch_row in batch_rows.values()) - len(batch_rows)
+        quota = sum(batch_row.num_rows(self._budget) for batch_row in batch_rows.values()) - len(batch_rows)
         for _, index in places[quota:]:
             most[index] -= 1
         return most

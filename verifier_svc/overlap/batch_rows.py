@@ -126,10 +126,6 @@ class OverlapBatchRows:
             self._budget = budget
             self._is_laid_out = False
 
-    def num_rows(self, batch_row: BatchRow) -> int:
-        """Return the rows of a batch row in a step, on average, without a tree from the host."""
-        return min(batch_row.width, self._budget) if self._budget else batch_row.width
-
     def needs(self, found: Mapping[int, Draft]) -> BatchRowNeeds:
         """Return what the batch rows need in the next step.
 
@@ -143,7 +139,7 @@ class OverlapBatchRows:
                 continue
             draft = found.get(index)
             widths[index] = batch_row.width if draft is None else max(batch_row.width, draft.tree.num_nodes)
-            num_rows += self.num_rows(batch_row) if draft is None else widths[index]
+            num_rows += batch_row.num_rows(self._budget) if draft is None else widths[index]
             count = len(batch_row.sequence.block_ids)
             longest = max(longest, count)
             grown |= count > self._num_blocks[index]

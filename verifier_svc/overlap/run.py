@@ -240,7 +240,9 @@ class OverlappedRun:
         """
         if not self._lookups.are_due or not self._step.in_flight:
             return True
+        read_from = time.perf_counter()
         is_sound = self._read()
+        self._times.leave_out_of_launch(time.perf_counter() - read_from)
         self._free_batch_rows()
         return is_sound
 
@@ -273,9 +275,10 @@ class OverlappedRun:
         gap_s = self._times.observe_launch(is_late=is_late)
         if is_late:
             self._lookups.observe_gap(gap_s)
-        num_rows = sum(step.batch_rows.num_rows(batch_row) for batch_row in taken)
+        budget = drafting.shape.budget
+        num_rows = sum(batch_row.num_rows(budget) for batch_row in taken)
         num_found_rows = sum(
-            max(draft.tree.num_nodes - step.batch_rows.num_rows(batch_row), 0)
+            batch_row.num_added_rows(draft, budget)
             for index, draft in found.items()
             if (batch_row := self._launched[index]) is not None
         )

@@ -43,6 +43,18 @@ class BatchRow:
         """Return whether the sequence has ended and given up its blocks."""
         return self.sequence.table is None
 
+    def num_rows(self, budget: int) -> int:
+        """Return the rows of its next step without a tree from the host.
+
+        ``budget``: rows of each batch row on average, where batch rows share them; 0: each node has
+        one.
+        """
+        return min(self.width, budget) if budget else self.width
+
+    def num_added_rows(self, draft: Draft, budget: int) -> int:
+        """Return how many more rows it has with a tree from the host, whose nodes share none."""
+        return max(draft.tree.num_nodes, self.width) - self.num_rows(budget)
+
 
 class BatchRowResult(NamedTuple):
     """A step's result for one sequence.

@@ -147,12 +147,12 @@ class Lookups:
         gain_s = self._record.lookup_yields.of(batch).gain_s(
             self._promised, self._num_rows, self._token_s(), self._costs
         )
-        pays = any(plan.bounds.is_fixed for plan in self._plans) or gain_s >= self._late_s()
+        pays = any(plan.bounds.is_fixed for plan in self._plans) or gain_s > self._late_s()
         return self._pace.waits(pays=pays)
 
     def _late_s(self) -> float:
         """Return how much later a step that waits for look-ups is launched than others."""
-        return self._gap_s(self._batch) - self._drafting.draft_s(self._batch)
+        return max(self._gap_s(self._batch) - self._drafting.draft_s(self._batch), 0.0)
 
     def _gap_s(self, batch: int) -> float:
         return self._record.gaps.seconds(batch, has_prompts=self._has_prompts)
@@ -216,10 +216,10 @@ class Lookups:
             assert batch_row is not None
             if batch_row.sequence in trees:
                 num_tokens += max(sum(draft.chances) - self._model_tokens(batch_row.sequence), 0.0)
-                num_added_rows += max(draft.tree.num_nodes - batch_row.width, 0)
+                num_added_rows += batch_row.num_added_rows(draft, self._drafting.shape.budget)
         self._record.lookup_yields.of(self._batch).observe(self._promised, num_tokens, num_added_rows)
         gain_s = saved_s(num_tokens, num_added_rows, self._num_rows, self._token_s(), self._costs)
-        self._pace.observe_try(has_paid=gain_s >= self._late_s())
+        self._pace.observe_try(has_paid=gain_s > self._late_s())
 
     def observe_gap(self, seconds: float) -> None:
         """Learn how long after the end of the last step the next one was launched."""
@@ -248,13 +248,14 @@ class Lookups:
             }
         # Nodes that each draft has in any case: those that the step has rows
         # for, and all of a fixed shape.
-        free, num_rows = [], sum(batch_row.width for _, batch_row in taken)
+        free, budget = [], drafting.shape.budget
+        num_rows = sum(batch_row.num_rows(budget) for _, batch_row in taken)
         for index, draft in drafts.items():
             batch_row = batch_rows[index]
             assert batch_row is not None
             is_fixed = self._round.bounds(batch_row.sequence).is_fixed
             free.append(max(batch_row.width, draft.tree.num_nodes) if is_fixed else batch_row.width)
-            num_rows += free[-1] - batch_row.width
+            num_rows += free[-1] - batch_row.num_rows(budget)
             tokens[index] = sum(sorted(draft.chances, reverse=True)[: free[-1]])
         if not drafts or all(count >= draft.tree.num_nodes for count, draft in zip(free, drafts.values(), strict=True)):
             return drafts

@@ -6,6 +6,8 @@ import random
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,10 +23,14 @@ from tests.support.runs import (
 )
 from tests.support.scripted_drafter import Nodes
 from verifier_svc.drafters.request import NO_DRAFT, Shape
+from verifier_svc.overlap import run, times
+from verifier_svc.overlap.wait import OverlapWait
+from verifier_svc.scheduling.launch_time import LaunchTime
 from verifier_svc.speculation.draft_round import SEND_BEHIND
 from verifier_svc.speculation.gap_times import FIRST_GAP_S, GapTimes, StepGaps
-from verifier_svc.speculation.lookup_pace import ASKS_A_TRY, RAREST_TRY, TRY_EVERY
+from verifier_svc.speculation.lookup_pace import ASKS_A_TRY, RAREST_TRY, TRY_EVERY, LookupPace
 from verifier_svc.speculation.lookup_yield import PRIOR_TOKENS, LookupYield
+from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 
 
 def test_useless_lookups_are_tried_now_and_then_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +181,55 @@ def test_a_try_that_pays_is_followed_by_another(monkeypatch: pytest.MonkeyPatch)
     late = [number for number, count in enumerate(step.num_found) if count]
     assert play.runs.num_ordinary == 0
     assert late[0] >= 32 and late[1:10] == [late[0] + number for number in range(1, 10)]
+
+
+def test_a_try_that_finds_nothing_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch may wait as long as the model drafts, and nothing is worth more than that."""
+    monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 0.0)
+    monkeypatch.setattr(OverlapDrafting, "draft_s", lambda self, batch: 1.0)
+    play = Play([request()], range(100), num_steps=0)
+    choose(play.runs, lambda step: Shape(NODES, 3, 4))
+    have_paid: list[bool] = []
+    observe_try = LookupPace.observe_try
+
+    def note(self: LookupPace, *, has_paid: bool) -> None:
+        if play.lookup.asked[-1] >= 100:
+            have_paid.append(has_paid)
+        observe_try(self, has_paid=has_paid)
+
+    monkeypatch.setattr(LookupPace, "observe_try", note)
+    play.run()
+    assert play.runs.num_ordinary == 0
+    assert have_paid and not any(have_paid)
+
+
+def test_a_wait_for_look_ups_is_no_part_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next steps would be launched too early for requests that come."""
+    monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 0.0)
+    launches: list[float] = []
+    until, observe_launch, now = OverlapWait.until, LaunchTime.observe_launch, 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def wait(self: OverlapWait, *args: Any) -> bool:
+        sleep(1.0)
+        return until(self, *args)
+
+    def note(self: LaunchTime, seconds: float) -> None:
+        launches.append(seconds)
+        observe_launch(self, seconds)
+
+    clock = SimpleNamespace(perf_counter=lambda: now, monotonic=lambda: now, sleep=sleep)
+    for module in (run, times):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(OverlapWait, "until", wait)
+    monkeypatch.setattr(LaunchTime, "observe_launch", note)
+    play = Play([greedy(1, 6, 50)], range(NUM_TOKENS), with_model=False, num_steps=0)
+    play.run()
+    assert play.runs.num_ordinary == 0 and play.step_trees > 5
+    assert launches == [0.0] * len(launches)
 
 
 def test_the_gap_is_learnt_from_late_launches() -> None:
