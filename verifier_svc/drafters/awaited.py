@@ -10,11 +10,11 @@ from verifier_svc.drafters.handle import DrafterHandle
 
 logger = logging.getLogger(__name__)
 
-# A drafter that is not attached so long after the verifier began to serve is done without.
+# A drafter that is not there so long after the verifier began to serve is done without.
 MAX_AWAIT_S = 30.0
-# One that is attached and prepares has longer: it goes on only while it is idle, so that under load
-# requests would meet what it has not captured for minutes. On a GPU where no kernel was compiled
-# before it takes more than 30 s.
+# One that is being attached, or is attached and prepares, has longer. On a GPU where its kernels
+# were never compiled, either takes more than 30 s. It prepares only while it is idle, so that under
+# load requests would meet what it has not captured for minutes.
 MAX_PREPARE_S = 150.0
 
 
@@ -48,7 +48,7 @@ class AwaitedDrafters:
 
 
 def _most_s(drafter: DrafterHandle) -> float:
-    return MAX_PREPARE_S if drafter.num_attaches else MAX_AWAIT_S
+    return MAX_PREPARE_S if drafter.num_attaches or drafter.is_attaching else MAX_AWAIT_S
 
 
 def _warn(drafter: DrafterHandle) -> None:
@@ -60,6 +60,6 @@ def _warn(drafter: DrafterHandle) -> None:
     logger.warning(
         "drafter %s has not attached within %.0f s: %s; ready without it",
         drafter.name,
-        MAX_AWAIT_S,
+        _most_s(drafter),
         drafter.reason or "it is still being attached",
     )

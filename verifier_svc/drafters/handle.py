@@ -93,6 +93,11 @@ class DrafterHandle:
         return self.record.num_attaches
 
     @property
+    def is_attaching(self) -> bool:
+        """Whether the drafter has answered and is being attached."""
+        return not self.is_detached and self.source.is_attaching
+
+    @property
     def is_preparing(self) -> bool:
         """Whether the drafter still prepares for usual requests while it is idle."""
         return not self.is_detached and self.source.is_preparing

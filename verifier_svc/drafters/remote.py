@@ -187,7 +187,7 @@ class DrafterClient(DraftSource):
             self.gauges, self.is_preparing = checked_gauges(info.gauges), info.preparing
 
     def _lost(self, state: State, reason: str, outlook: str = "until it is") -> None:
-        self.gauges, self.is_preparing = {}, False
+        self.gauges, self.is_attaching, self.is_preparing = {}, False, False
         with self._lock:
             # Readers do not lock: whoever finds no transport finds the state that says why.
             self.state, self.reason = state, reason
@@ -204,7 +204,7 @@ class DrafterClient(DraftSource):
         undo.callback(channel.close)
         stub = drafter_pb2_grpc.DrafterServiceStub(channel)
         needs = self._handshake.prepare(stub)
-        self._is_ready = True
+        self._is_ready = self.is_attaching = True
         found = self._handshake.attach(stub, needs, undo, over_arena=self.transport_name == "shared-memory")
         with self._lock:
             self.algorithm = found.algorithm
@@ -212,6 +212,7 @@ class DrafterClient(DraftSource):
             # Until the first look says more. Readers look at this once there is an attachment.
             self.is_preparing = found.transport.overlap_memory is not None
             self.num_attaches += 1
+            self.is_attaching = False
             self._interrupts.close_circuit()
             self.state, self.reason = "attached", ""
             self._transport, self._stub = found.transport, stub

@@ -48,6 +48,8 @@ class DraftSource(ABC):
         state: ``broken``: refused by the drafter or by the self-test, or given up for its failures.
         reason: why there is no attachment, as far as is known; empty while there is one.
         num_attaches: grows with each attachment; a new one knows nothing of any sequence.
+        is_attaching: whether the drafter has answered and is being attached. It may compile its
+            kernels for that.
         is_preparing: whether the drafter still prepares for usual requests while it is idle.
         gauges: the drafter's own, at most MAX_GAUGES, as of a few seconds ago;
             none while there is no attachment.
@@ -62,6 +64,7 @@ class DraftSource(ABC):
         self.state: State = "connecting"
         self.reason = ""
         self.num_attaches = 0
+        self.is_attaching = False
         self.is_preparing = False
         self.gauges: Mapping[str, float] = {}
         self._transport: DraftTransport | None = None

@@ -11,7 +11,9 @@ from verifier_svc.drafters.awaited import MAX_AWAIT_S, MAX_PREPARE_S, AwaitedDra
 from verifier_svc.drafters.handle import DrafterHandle
 
 
-def drafter(name: str, *, num_attaches: int = 0, is_preparing: bool = False) -> DrafterHandle:
+def drafter(
+    name: str, *, num_attaches: int = 0, is_attaching: bool = False, is_preparing: bool = False
+) -> DrafterHandle:
     """Return a handle's figures."""
     return cast(
         "DrafterHandle",
@@ -19,8 +21,9 @@ def drafter(name: str, *, num_attaches: int = 0, is_preparing: bool = False) -> 
             name=name,
             num_attaches=num_attaches,
             is_detached=False,
+            is_attaching=is_attaching,
             is_preparing=is_preparing,
-            reason="" if num_attaches else "nobody listens there",
+            reason="" if num_attaches or is_attaching else "nobody listens there",
         ),
     )
 
@@ -60,6 +63,26 @@ def test_one_that_prepares_for_long_is_named_once(caplog: pytest.LogCaptureFixtu
     clock.now += MAX_PREPARE_S - MAX_AWAIT_S
     assert not awaited.is_waiting() and not awaited.is_waiting()
     assert caplog.messages == ["drafter head has not captured its graphs within 150 s; ready with what it has"]
+
+
+def test_one_that_is_being_attached_has_as_long(caplog: pytest.LogCaptureFixture) -> None:
+    """It compiles its kernels for that, where they never were. One that fails then is waited for no longer."""
+    clock, head = Clock(), drafter("head", is_attaching=True)
+    awaited = AwaitedDrafters([head], clock)
+    clock.now += MAX_PREPARE_S - 0.1
+    assert awaited.is_waiting() and not caplog.messages
+    clock.now += 0.1
+    assert not awaited.is_waiting()
+    assert caplog.messages == [
+        "drafter head has not attached within 150 s: it is still being attached; ready without it"
+    ]
+    failing = drafter("head", is_attaching=True)
+    awaited = AwaitedDrafters([failing], clock)
+    clock.now += MAX_AWAIT_S
+    assert awaited.is_waiting()
+    failing.is_attaching, failing.reason = False, "its self-test failed"  # type: ignore[misc]
+    assert not awaited.is_waiting()
+    assert caplog.messages[1:] == ["drafter head has not attached within 30 s: its self-test failed; ready without it"]
 
 
 def test_one_that_is_missing_does_not_end_the_wait_for_one_that_prepares(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
@@ -29,12 +30,16 @@ class LyingDrafter(drafter_pb2_grpc.DrafterServiceServicer):
         self.refusal: tuple[grpc.StatusCode, str] | None = None
         self.answer: Callable[[drafter_pb2.DraftRequest], drafter_pb2.DraftResponse] = probe_answer
         self.targets: list[TargetInfo] = []
+        # Until this is set, Attach goes on.
+        self.is_compiled = threading.Event()
+        self.is_compiled.set()
 
     def Prepare(self, request: drafter_pb2.PrepareRequest, context: Any) -> drafter_pb2.PrepareResponse:
         return drafter_pb2.PrepareResponse(algorithm="LIAR")
 
     def Attach(self, request: drafter_pb2.AttachRequest, context: Any) -> drafter_pb2.AttachResponse:
         self.targets.append(target_from_proto(request.target))
+        self.is_compiled.wait()
         if self.refusal is not None:
             context.abort(*self.refusal)
         digest = self.digest or hashlib.sha256(request.challenge).digest()
@@ -87,6 +92,21 @@ def test_a_drafter_that_fails_its_self_test_is_refused_loudly(
     assert drafter.targets[0] == TARGET
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len([text for text in warnings if reason in text and f"over {kind}" in text]) == 1
+
+
+@pytest.mark.parametrize("digest", [b"", b"0" * 32])
+def test_one_that_compiles_is_being_attached(liar: tuple[LyingDrafter, str], digest: bytes) -> None:
+    """Readiness waits for it longer than for one that does not answer."""
+    drafter, address = liar
+    drafter.digest = digest
+    drafter.is_compiled.clear()
+    with client_of(address, "grpc") as client:
+        assert not client.is_attaching
+        until(lambda: bool(drafter.targets))
+        assert client.is_attaching and client.num_attaches == 0
+        drafter.is_compiled.set()
+        until(lambda: not client.is_attaching)
+        assert client.num_attaches == (not digest)
 
 
 def test_only_an_unreachable_drafter_is_looked_for_often(
