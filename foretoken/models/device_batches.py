@@ -130,9 +130,11 @@ class DeviceBatches:
         sizes = self._sizes
         if not wanted:
             rows = min(prompt_bucket(rows), sizes.rows)
-            count = next((size for size in PROMPT_SEQS if size >= seqs), sizes.seqs)
             blocks = min(table_bucket(blocks), sizes.blocks)
-            return BatchShape(rows, 0, min(count, sizes.seqs), 1 << (rows - 1).bit_length(), blocks)
+            counts = [min(size, sizes.seqs) for size in PROMPT_SEQS if size >= seqs] or [sizes.seqs]
+            shapes = [BatchShape(rows, 0, count, 1 << (rows - 1).bit_length(), blocks) for count in counts]
+            # Streams would wait for a capture. Padding sequences cost next to nothing.
+            return next((shape for shape in shapes if shape in self._batches), shapes[0])
         rows, seqs, most, blocks = captured_sizes(rows, seqs, most, blocks)
         return BatchShape(
             min(rows, sizes.rows),

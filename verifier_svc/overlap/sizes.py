@@ -109,10 +109,10 @@ def prompt_passes(max_rows: int, max_batch_rows: int, *, is_long: bool) -> Itera
 
     Args:
         max_rows: prompt tokens of a step, and rows of the largest such pass that has a graph.
-        is_long: whether a prompt is long. A few usually fill a chunk, or join a step's pass.
+        is_long: whether a prompt is long. One that fills no chunk runs in the pass of a few.
     """
     for count in PROMPT_SEQS:
-        rows = max_rows - 1 if is_long and count < PROMPT_SEQS[-1] else 0
+        rows = max_rows - 1 if is_long and count == PROMPT_SEQS[0] else 0
         while rows < max_rows:
             rows = min(prompt_bucket(max(rows + 1, count)), max_rows)
             yield rows, min(count, max_batch_rows)
