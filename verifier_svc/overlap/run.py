@@ -240,9 +240,7 @@ class OverlappedRun:
         """
         if not self._lookups.are_due or not self._step.in_flight:
             return True
-        read_from = time.perf_counter()
         is_sound = self._read()
-        self._times.leave_out_of_launch(time.perf_counter() - read_from)
         self._free_batch_rows()
         return is_sound
 

@@ -85,10 +85,6 @@ class OverlapTimes:
         """Note that the host begins with the next launch: messages, waiting sequences, prompts."""
         self._launching_from = time.perf_counter()
 
-    def leave_out_of_launch(self, seconds: float) -> None:
-        """Take so many seconds since ``begin_launch`` for something else: a wait for look-ups."""
-        self._launching_from += seconds
-
     def observe_launch(self, *, is_late: bool) -> float:
         """Count a launched step, and return the seconds that the GPU waited for it.
 

@@ -6,8 +6,6 @@ import random
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -23,9 +21,6 @@ from tests.support.runs import (
 )
 from tests.support.scripted_drafter import Nodes
 from verifier_svc.drafters.request import NO_DRAFT, Shape
-from verifier_svc.overlap import run, times
-from verifier_svc.overlap.wait import OverlapWait
-from verifier_svc.scheduling.launch_time import LaunchTime
 from verifier_svc.speculation.draft_round import SEND_BEHIND
 from verifier_svc.speculation.gap_times import FIRST_GAP_S, GapTimes, StepGaps
 from verifier_svc.speculation.lookup_pace import ASKS_A_TRY, RAREST_TRY, TRY_EVERY, LookupPace
@@ -201,35 +196,6 @@ def test_a_try_that_finds_nothing_does_not_pay(monkeypatch: pytest.MonkeyPatch) 
     play.run()
     assert play.runs.num_ordinary == 0
     assert have_paid and not any(have_paid)
-
-
-def test_a_wait_for_look_ups_is_no_part_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the next steps would be launched too early for requests that come."""
-    monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 0.0)
-    launches: list[float] = []
-    until, observe_launch, now = OverlapWait.until, LaunchTime.observe_launch, 0.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    def wait(self: OverlapWait, *args: Any) -> bool:
-        sleep(1.0)
-        return until(self, *args)
-
-    def note(self: LaunchTime, seconds: float) -> None:
-        launches.append(seconds)
-        observe_launch(self, seconds)
-
-    clock = SimpleNamespace(perf_counter=lambda: now, monotonic=lambda: now, sleep=sleep)
-    for module in (run, times):
-        monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(OverlapWait, "until", wait)
-    monkeypatch.setattr(LaunchTime, "observe_launch", note)
-    play = Play([greedy(1, 6, 50)], range(NUM_TOKENS), with_model=False, num_steps=0)
-    play.run()
-    assert play.runs.num_ordinary == 0 and play.step_trees > 5
-    assert launches == [0.0] * len(launches)
 
 
 def test_the_gap_is_learnt_from_late_launches() -> None:
