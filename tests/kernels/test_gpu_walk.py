@@ -92,7 +92,7 @@ def step(
 def assert_committed(result: WalkTensors, index: int, sequence: Sequence, state: SamplingState) -> None:
     """Compare with the verifier's own walk over the same tree and logits."""
     expected = sample_and_walk(
-        sequence.logits, sequence.tree, state, len(sequence.prompt), sequence.output, sequence.max_new
+        sequence.logits, sequence.tree, state, len(sequence.prompt), len(sequence.output), sequence.max_new
     )
     num_tokens, num_walked = int(result.num_tokens[index]), int(result.num_walked[index])
     assert result.tokens[index, :num_tokens].tolist() == expected.tokens

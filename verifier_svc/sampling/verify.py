@@ -221,7 +221,7 @@ def sample_and_walk(
     tree: DraftTree,
     state: SamplingState,
     num_prompt_tokens: int,
-    output_ids: Sequence[int],
+    num_output_tokens: int,
     max_new_tokens: int,
     *,
     sources: Sequence[int] | None = None,
@@ -233,14 +233,13 @@ def sample_and_walk(
             contiguous.
         tree: a valid tree whose root is the last token of prompt + output.
         state: the sequence's sampler.
-        num_prompt_tokens: tokens of the prompt.
-        output_ids: the output so far.
+        num_prompt_tokens, num_output_tokens: tokens of the prompt, and of the output so far.
         max_new_tokens: most tokens that may still follow, by length and context; at least 1.
         sources: the drafter's number for each node. None: 1 for all.
     """
-    assert state.num_output_tokens == len(output_ids), "the state has not seen this output"
+    assert state.num_output_tokens == num_output_tokens, "the state has not seen this output"
     assert len(logits) == tree.num_nodes and max_new_tokens >= 1
-    path = _walk(logits, tree, state, num_prompt_tokens + len(output_ids))
+    path = _walk(logits, tree, state, num_prompt_tokens + num_output_tokens)
     tokens = path.tokens[:-1] if path.stopped else path.tokens
     finish, stop_token_id = None, None
     if len(tokens) >= max_new_tokens:
@@ -356,4 +355,4 @@ def warm_up() -> None:
     penalized = SamplingParams(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, presence_penalty=1.0, logprobs=1)
     for params in (SamplingParams(temperature=0.0), SamplingParams(), penalized):
         state = SamplingState(params, (1,), eos_ids=frozenset({7}), choice_index=0)
-        sample_and_walk(row[None], DraftTree.root_only(1), state, 1, (), 1)
+        sample_and_walk(row[None], DraftTree.root_only(1), state, 1, 0, 1)

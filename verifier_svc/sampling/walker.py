@@ -10,7 +10,7 @@ import torch
 from foretoken.results import TokenLogprobs
 from foretoken.sampling import SamplingParams
 from foretoken.tree import DraftTree
-from verifier_svc.sampling.verify import SamplingState, WalkResult, sample_and_walk, token_logprobs
+from verifier_svc.sampling.verify import Float32, SamplingState, WalkResult, sample_and_walk, token_logprobs
 
 
 class SampledSequence(Protocol):
@@ -68,7 +68,8 @@ class HostWalker:
     """Walk on the CPU. Sample only the rows on the path, since no walk reaches the others."""
 
     def walk(self, walks: Items[Walk], logits: torch.Tensor) -> list[WalkResult]:
-        return [walk_on_host(walk, logits) for walk in walks]
+        rows = logits.cpu().numpy()
+        return [_walk(walk, rows[walk.first_row : walk.first_row + walk.tree.num_nodes]) for walk in walks]
 
     def logprobs(self, logits: torch.Tensor, token_ids: Items[int], top_k: int) -> list[TokenLogprobs]:
         return token_logprobs(logits.numpy(), token_ids, top_k)
@@ -76,14 +77,17 @@ class HostWalker:
 
 def walk_on_host(walk: Walk, logits: torch.Tensor) -> WalkResult:
     """Walk one sequence on the host. Fetches its rows first if ``logits`` are on a GPU."""
+    return _walk(walk, logits[walk.first_row : walk.first_row + walk.tree.num_nodes].cpu().numpy())
+
+
+def _walk(walk: Walk, rows: Float32) -> WalkResult:
     sequence = walk.sequence
-    rows = logits[walk.first_row : walk.first_row + walk.tree.num_nodes].cpu().numpy()
     return sample_and_walk(
         rows,
         walk.tree,
         sequence.sampler,
         sequence.num_prompt_tokens,
-        sequence.tokens[sequence.num_prompt_tokens :],
+        sequence.num_output_tokens,
         sequence.max_new_tokens,
         sources=walk.sources,
     )

@@ -69,52 +69,52 @@ def build_batch(scheduled: list[Scheduled], block_size: int, scratch_kv_slot: in
     A tree's nodes take the logical KV slots after the root in index order, whatever their depth.
     The nodes of a chain see one contiguous run, so they need no mask.
     """
-    num_rows = sum(part.num_rows for part in scheduled)
-    max_nodes = max((part.tree.num_nodes for part in scheduled if part.tree), default=1)
-    token_ids = np.empty(num_rows, np.int32)
-    positions = np.empty(num_rows, np.int32)
-    logical = np.empty(num_rows, np.int32)
-    row_seqs = np.empty(num_rows, np.int32)
-    context_lens = np.empty(num_rows, np.int32)
-    masks = np.zeros((num_rows, -(-max_nodes // MASK_WORD_BITS)), np.uint64)
-    tree_starts = np.zeros(len(scheduled), np.int32)
+    # Lists, because most steps have few rows: one array of them takes less time than to fill a part
+    # of an array for each sequence.
+    tokens: list[int] = []
+    places: list[int] = []
+    seqs: list[int] = []
+    # Sequences with a tree, and the first row of its nodes.
+    trees: list[tuple[int, int]] = []
     logit_rows: list[int] = []
     logit_starts = [0]
     row_starts: list[int] = []
     rerun_rows: list[int] = []
-    row = 0
     for index, part in enumerate(scheduled):
-        sequence, first = part.sequence, part.sequence.num_computed
-        end = row + part.num_rerun + part.num_tokens
+        sequence, tree = part.sequence, part.tree
+        first, row = sequence.num_computed, len(tokens)
+        own = range(first - part.num_rerun, first + part.num_tokens)
         row_starts.append(row)
-        rerun_rows.extend(range(row, row + part.num_rerun))
-        token_ids[row:end] = sequence.tokens[first - part.num_rerun : first + part.num_tokens]
-        positions[row:end] = np.arange(first - part.num_rerun, first + part.num_tokens, dtype=np.int32)
-        logical[row:end] = positions[row:end]
-        context_lens[row:end] = positions[row:end] + 1
-        last = end + (part.tree.num_speculative_tokens if part.tree else 0)
-        row_seqs[row:last] = index
-        if part.tree is not None and last > end:
-            _place_nodes(
-                part.tree,
-                first + part.num_tokens - 1,
-                slice(end, last),
-                token_ids,
-                positions,
-                logical,
-                context_lens,
-                masks,
-            )
-            tree_starts[index] = first + part.num_tokens - 1
+        rerun_rows += range(row, row + part.num_rerun)
+        tokens += sequence.tokens[own.start : own.stop]
+        places += own
+        end = len(tokens)
+        if tree is not None and tree.num_speculative_tokens:
+            trees.append((index, end))
+            tokens += tree.tokens.tolist()[1:]
+            places += [0] * tree.num_speculative_tokens
+        last = len(tokens)
+        seqs += [index] * (last - row)
         if sequence.wants_prompt_logprobs and first < sequence.num_prompt_tokens:
-            logit_rows.extend(range(row + part.num_rerun, last))
+            logit_rows += range(row + part.num_rerun, last)
         elif part.samples:
-            logit_rows.extend(range(end - 1, last))
+            logit_rows += range(end - 1, last)
         logit_starts.append(len(logit_rows))
-        row = last
+    max_nodes = max((part.tree.num_nodes for part in scheduled if part.tree), default=1)
+    token_ids, positions, row_seqs = (np.array(values, np.int32) for values in (tokens, places, seqs))
+    logical, context_lens = positions.copy(), positions + np.int32(1)
+    masks = np.zeros((len(tokens), -(-max_nodes // MASK_WORD_BITS)), np.uint64)
+    tree_starts = np.zeros(len(scheduled), np.int32)
+    for index, end in trees:
+        part = scheduled[index]
+        assert part.tree is not None
+        root_position = part.sequence.num_computed + part.num_tokens - 1
+        _place_nodes(part.tree, root_position, end, positions, logical, context_lens, masks)
+        tree_starts[index] = root_position
     block_tables = _block_tables(scheduled)
     kv_slots = block_tables[row_seqs, logical // block_size] * block_size + logical % block_size
-    kv_slots[rerun_rows] = scratch_kv_slot
+    if rerun_rows:
+        kv_slots[rerun_rows] = scratch_kv_slot
     forward = ForwardBatch(
         token_ids=token_ids,
         positions=positions,
@@ -132,16 +132,15 @@ def build_batch(scheduled: list[Scheduled], block_size: int, scratch_kv_slot: in
 def _place_nodes(
     tree: DraftTree,
     root_position: int,
-    rows: slice,
-    token_ids: Int32,
+    first_row: int,
     positions: Int32,
     logical: Int32,
     context_lens: Int32,
     masks: NDArray[np.uint64],
 ) -> None:
-    """Fill the rows of a tree's nodes 1 .. num_nodes - 1."""
+    """Fill the rows of a tree's nodes 1 .. num_nodes - 1, from ``first_row`` on."""
+    rows = slice(first_row, first_row + tree.num_speculative_tokens)
     nodes = np.arange(1, tree.num_nodes, dtype=np.int32)
-    token_ids[rows] = tree.tokens[1:]
     logical[rows] = root_position + nodes
     if (tree.parents[1:] == nodes - 1).all():
         positions[rows] = root_position + nodes

@@ -57,7 +57,10 @@ class LookupPace:
         self._num_steps += 1
         self._num_unasked += 1
         self._num_uncounted += 1
-        self._latest = self._tries.setdefault(seq_bucket(batch), _Tries())
+        size = seq_bucket(batch)
+        if size not in self._tries:
+            self._tries[size] = _Tries()
+        self._latest = self._tries[size]
         if at_once or self._asks_again or batch < RARELY_FROM:
             return True
         return not self._in_turns and self._num_unasked >= self._every

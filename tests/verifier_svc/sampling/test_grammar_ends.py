@@ -34,7 +34,7 @@ def walk(
     params = SamplingParams(temperature=0.0, max_tokens=100, grammar=grammar, **fields)
     matcher = compile_grammar(grammar, vocab)
     state = SamplingState(params, (1,), eos_ids=EOS, choice_index=0, vocab_limit=VOCAB, matcher=matcher)
-    return sample_and_walk(logits, tree or DraftTree.root_only(1), state, 1, (), max_new_tokens)
+    return sample_and_walk(logits, tree or DraftTree.root_only(1), state, 1, 0, max_new_tokens)
 
 
 def chain(*texts: str) -> DraftTree:
@@ -101,7 +101,7 @@ def test_the_length_cuts_unless_the_output_is_whole(
     output: list[int] = []
     while True:
         root = DraftTree.root_only(([1, *output])[-1])
-        result = sample_and_walk(peaks(best[len(output)]), root, state, 1, output, room - len(output))
+        result = sample_and_walk(peaks(best[len(output)]), root, state, 1, len(output), room - len(output))
         output += result.tokens
         if result.finish is not None:
             break

@@ -101,7 +101,7 @@ def test_masks_and_a_grammar_hold_together(vocab: Vocabulary, masks: dict[str, A
         row[0, ids_of("ab", "cd")] = 4, 5
     output: list[int] = []
     while not state.has_ended:
-        output += sample_and_walk(row, DraftTree.root_only(1), state, len(PROMPT), output, 9).tokens
+        output += sample_and_walk(row, DraftTree.root_only(1), state, len(PROMPT), len(output), 9).tokens
     assert text_of(output) == expected and state.is_complete and state.error is None
 
 

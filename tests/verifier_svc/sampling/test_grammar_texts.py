@@ -134,10 +134,10 @@ def drafted_text(
             masks = state.tree_masks(tree.tokens, tree.parents)
             walk = WalkResult([], [], [], FinishReason.STOP, None, [], 0, [])
             if masks is not ENDED:
-                walk = sample_and_walk(logits, give(other, tree, masks), other, len(PROMPT), text.tokens, room)
+                walk = sample_and_walk(logits, give(other, tree, masks), other, len(PROMPT), len(text.tokens), room)
             result = followed(state, walk)
         else:
-            result = sample_and_walk(logits, tree, state, len(PROMPT), text.tokens, room)
+            result = sample_and_walk(logits, tree, state, len(PROMPT), len(text.tokens), room)
         assert result.error is None
         text.tokens += result.tokens
         text.finish, text.stop_token_id = result.finish, result.stop_token_id

@@ -37,7 +37,7 @@ def walk(
     state = SamplingState(GREEDY, (9,), eos_ids=frozenset({0}), choice_index=0)
     logits = np.eye(10, dtype=np.float32)[[best] * tree.num_nodes]
     sources = [0, *([3] * (tree.num_nodes - 1))]
-    result = sample_and_walk(logits, tree, state, 1, (), max_new_tokens, sources=sources)
+    result = sample_and_walk(logits, tree, state, 1, 0, max_new_tokens, sources=sources)
     return simulator.replace(result, tree, max_new_tokens, sources)
 
 

@@ -45,7 +45,7 @@ def walk(
     """Sample and walk one step after the prompt, whose one token is the root."""
     prompt = (int(tree.tokens[0]),)
     state = SamplingState(params, prompt, eos_ids=eos_ids, choice_index=0)
-    return sample_and_walk(logits, tree, state, 1, (), max_new_tokens, sources=[0] + [source] * (tree.num_nodes - 1))
+    return sample_and_walk(logits, tree, state, 1, 0, max_new_tokens, sources=[0] + [source] * (tree.num_nodes - 1))
 
 
 # --- Literal walks.
@@ -193,7 +193,7 @@ def sampled_text(*, choice_index: int = 0, seed: int = 5, prompt: tuple[int, ...
     output: list[int] = []
     for _ in range(steps):
         root = DraftTree.root_only(0)
-        output += sample_and_walk(FLAT[None], root, state, len(prompt), output, 99).tokens
+        output += sample_and_walk(FLAT[None], root, state, len(prompt), len(output), 99).tokens
     return output
 
 
@@ -214,7 +214,7 @@ def test_noise_is_keyed_by_position_not_by_step():
     for num_drafted in (3, 0, 6):
         drafts = plain[len(output) : len(output) + num_drafted]
         tree = DraftTree.chain([output[-1] if output else 0, *drafts])
-        result = sample_and_walk(np.tile(FLAT, (1 + num_drafted, 1)), tree, state, 1, output, 99)
+        result = sample_and_walk(np.tile(FLAT, (1 + num_drafted, 1)), tree, state, 1, len(output), 99)
         output += result.tokens
         sizes.append(len(result.tokens))
     assert sizes == [4, 1, 7]
@@ -242,7 +242,7 @@ def test_a_resumed_sequence_goes_on_as_if_nothing_had_happened(masks):
         while len(output) < until:
             logits = fake_logits((*prompt, *output))[None]
             output += sample_and_walk(
-                logits, DraftTree.root_only(output[-1] if output else 2), state, 2, output, 9
+                logits, DraftTree.root_only(output[-1] if output else 2), state, 2, len(output), 9
             ).tokens
         return output
 
@@ -281,7 +281,7 @@ def test_masks_that_leave_no_token_end_the_output_with_the_field(params, field):
 def test_a_state_that_missed_output_is_refused():
     state = SamplingState(GREEDY, (0,), eos_ids=NO_EOS, choice_index=0)
     with pytest.raises(AssertionError, match="has not seen"):
-        sample_and_walk(FLAT[None], DraftTree.root_only(1), state, 1, [1], 9)
+        sample_and_walk(FLAT[None], DraftTree.root_only(1), state, 1, 1, 9)
 
 
 # --- Logprobs.
@@ -429,7 +429,7 @@ def speculative_text(
         known = (*prompt, *text.tokens)
         tree = random_tree(rng, known[-1], [*oracle.tokens, *end][len(text.tokens) :])
         left = min(params.max_tokens - len(text.tokens), context - len(known))
-        result = sample_and_walk(tree_logits(known, tree), tree, state, len(prompt), text.tokens, left)
+        result = sample_and_walk(tree_logits(known, tree), tree, state, len(prompt), len(text.tokens), left)
         assert [int(tree.tokens[node]) for node in result.accepted_nodes] == result.tokens[: len(result.accepted_nodes)]
         assert result.sources == [int(i < len(result.accepted_nodes)) for i in range(len(result.tokens))]
         seen["accepted run"] += len(result.accepted_nodes) >= 2
@@ -534,7 +534,7 @@ def test_walking_lazily_is_sampling_every_node(seed, name):
         node = matching[0]
 
     state = SamplingState(params, prompt, eos_ids=eos_ids, choice_index=0, vocab_limit=VOCAB_LIMIT)
-    assert sample_and_walk(logits, tree, state, len(prompt), (), 100).tokens == tokens
+    assert sample_and_walk(logits, tree, state, len(prompt), 0, 100).tokens == tokens
 
 
 def test_warm_up_compiles_without_touching_anything():
