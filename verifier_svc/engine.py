@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 # Between two looks at an idle engine's drafters: one that has attached needs graphs.
 _LOOK_S = 0.2
-# Seconds after which a new engine counts as prepared: under load it has no time to capture graphs.
+# Seconds after its start, or after a drafter has attached, from which an engine counts as prepared:
+# under load it has no time to capture graphs.
 _PREPARES_S = 80.0
 
 
@@ -68,7 +69,7 @@ class Engine:
         self._overlap_runs = overlap_runs
         self._inbox = Inbox()
         self.is_stopping = False
-        # Whether the graphs of usual sizes have been captured, and until when anybody waits for it.
+        # Whether the graphs of usual sizes are captured, and until when anybody waits for it.
         self._is_prepared = overlap_runs is None
         self._prepares_until = time.monotonic() + _PREPARES_S
         self._thread: threading.Thread | None = None
@@ -149,7 +150,10 @@ class Engine:
         if self.scheduler.has_work or self._inbox:
             return 0.0
         has_more = self._overlap_runs.prepare(self.speculator)
-        self._is_prepared |= not has_more
+        if has_more and self._is_prepared:
+            # A drafter has attached after all was captured. Readiness may still wait for it.
+            self._prepares_until = time.monotonic() + _PREPARES_S
+        self._is_prepared = not has_more
         return 0.0 if has_more else _LOOK_S
 
     # One step.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -13,6 +14,7 @@ from foretoken.sampling import SamplingParams
 from tests.support.engine_harness import Harness, Request
 from tests.support.hash_target import HashTarget
 from tests.support.scripted_drafter import ScriptedDrafter
+from verifier_svc import engine
 from verifier_svc.messages import CloseSession, TokensEvent
 
 VOCAB = 40
@@ -208,3 +210,23 @@ def test_an_idle_engine_thread_wakes_for_a_message_and_stops(wait: int) -> None:
         run.outbox.take()
     run.engine.stop()
     assert not run.engine.is_alive() and run.engine.failure is None
+
+
+def test_an_engine_is_prepared_again_once_a_later_drafters_graphs_are_captured() -> None:
+    """Readiness may still wait for that drafter, and its graphs are captured only while nothing runs."""
+    has_more = True
+    runs = SimpleNamespace(prepare=lambda speculator: has_more)
+    run = harness(overlap_runs=runs)
+    run.engine.start()
+    assert not run.engine.is_prepared
+    for has_more in (False, True, False):
+        while run.engine.is_prepared == has_more:
+            time.sleep(0.005)
+    run.engine.stop()
+    assert run.engine.failure is None
+
+
+def test_nobody_waits_for_ever_for_an_engine_that_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_PREPARES_S", -1.0)
+    run = harness(overlap_runs=SimpleNamespace(prepare=lambda speculator: True))
+    assert run.engine.is_prepared
