@@ -72,6 +72,8 @@ class Engine:
         # Whether the graphs of usual sizes are captured, and until when anybody waits for it.
         self._is_prepared = overlap_runs is None
         self._prepares_until = time.monotonic() + _PREPARES_S
+        # Attachments of all drafters at the last look.
+        self._num_attaches = 0
         self._thread: threading.Thread | None = None
 
     # Called by the service, from any thread.
@@ -149,10 +151,12 @@ class Engine:
             return None
         if self.scheduler.has_work or self._inbox:
             return 0.0
+        num_attaches = sum(drafter.num_attaches for drafter in self.speculator.drafters)
+        if num_attaches > self._num_attaches:
+            # Readiness may still wait for this drafter, and its first graph takes long.
+            self._is_prepared, self._prepares_until = False, time.monotonic() + _PREPARES_S
+        self._num_attaches = num_attaches
         has_more = self._overlap_runs.prepare(self.speculator)
-        if has_more and self._is_prepared:
-            # A drafter has attached after all was captured. Readiness may still wait for it.
-            self._prepares_until = time.monotonic() + _PREPARES_S
         self._is_prepared = not has_more
         return 0.0 if has_more else _LOOK_S
 

@@ -5,6 +5,7 @@ They have sizes, and arrays that captured graphs read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -63,11 +64,21 @@ class DeviceBatches:
         self._graphs, self._most_prompt_rows = graphs, prompt_graph_rows
         self._batches: dict[BatchShape, DeviceBatch] = {}
 
-    def upload(self, batch: ForwardBatch, runs: Runs, *, is_new: bool = False) -> Uploaded:
+    def upload(
+        self,
+        batch: ForwardBatch,
+        runs: Runs,
+        *,
+        is_new: bool = False,
+        is_captured: Callable[[BatchShape], bool] = lambda shape: True,
+    ) -> Uploaded:
         """Copy a batch to the device, filled up to a captured size if its pass has a graph.
 
-        ``is_new``: copy it to new arrays, for a pass without a graph; arrays that a graph reads may
-        still be in use.
+        Args:
+            is_new: copy it to new arrays, for a pass without a graph; arrays that a graph reads may
+                still be in use.
+            is_captured: says whether there is a graph of this size. Prompts alone run in a larger
+                one rather than that all streams wait for a capture.
 
         Raises:
             ValueError: the batch is larger than the largest pass.
@@ -81,7 +92,11 @@ class DeviceBatches:
         blocks = min(batch.block_tables.shape[1], -(-longest // self._block_size))
         has_graph = not is_new and self._has_graph(batch)
         if has_graph:
-            shape = self._graph_shape(batch.num_rows, wanted, seqs, most, blocks)
+            if wanted:
+                shape = self._graph_shape(batch.num_rows, wanted, seqs, most, blocks)
+            else:
+                shapes = self._prompt_shapes(batch.num_rows, seqs, blocks)
+                shape = next(filter(is_captured, shapes), shapes[0])
             uploaded = self._of_shape(shape)
         else:
             # Nothing remembers these addresses.
@@ -126,15 +141,8 @@ class DeviceBatches:
         return self._batches[shape]
 
     def _graph_shape(self, rows: int, wanted: int, seqs: int, most: int, blocks: int) -> BatchShape:
-        """Return the smallest captured size that holds a batch."""
+        """Return the smallest captured size that holds a batch with logits."""
         sizes = self._sizes
-        if not wanted:
-            rows = min(prompt_bucket(rows), sizes.rows)
-            blocks = min(table_bucket(blocks), sizes.blocks)
-            counts = [min(size, sizes.seqs) for size in PROMPT_SEQS if size >= seqs] or [sizes.seqs]
-            shapes = [BatchShape(rows, 0, count, 1 << (rows - 1).bit_length(), blocks) for count in counts]
-            # Streams would wait for a capture. Padding sequences cost next to nothing.
-            return next((shape for shape in shapes if shape in self._batches), shapes[0])
         rows, seqs, most, blocks = captured_sizes(rows, seqs, most, blocks)
         return BatchShape(
             min(rows, sizes.rows),
@@ -143,6 +151,13 @@ class DeviceBatches:
             most,
             min(blocks, sizes.blocks),
         )
+
+    def _prompt_shapes(self, rows: int, seqs: int, blocks: int) -> list[BatchShape]:
+        """Return the captured sizes that hold a batch without logits, the smallest first."""
+        sizes = self._sizes
+        rows, blocks = min(prompt_bucket(rows), sizes.rows), min(table_bucket(blocks), sizes.blocks)
+        counts = [min(count, sizes.seqs) for count in PROMPT_SEQS if count >= seqs] or [sizes.seqs]
+        return [BatchShape(rows, 0, count, 1 << (rows - 1).bit_length(), blocks) for count in counts]
 
     def _has_graph(self, batch: ForwardBatch) -> bool:
         """Return whether a batch of this kind comes again.

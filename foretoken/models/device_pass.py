@@ -128,7 +128,9 @@ class DevicePass:
             ValueError: the batch is larger than ``sizes``; nothing was written.
         """
         runs = runs_of(batch)
-        arrays, graph_shape = self._batches.upload(batch, runs)
+        arrays, graph_shape = self._batches.upload(
+            batch, runs, is_captured=lambda shape: not self._graphs.lacks((loaded.number, shape))
+        )
         if given is not None:
             self._given.send(given, self.buffer(kernel.GIVEN, *given.shape))
         if graph_shape is not None:

@@ -212,21 +212,23 @@ def test_an_idle_engine_thread_wakes_for_a_message_and_stops(wait: int) -> None:
     assert not run.engine.is_alive() and run.engine.failure is None
 
 
-def test_an_engine_is_prepared_again_once_a_later_drafters_graphs_are_captured() -> None:
-    """Readiness may still wait for that drafter, and its graphs are captured only while nothing runs."""
-    has_more = True
-    runs = SimpleNamespace(prepare=lambda speculator: has_more)
-    run = harness(overlap_runs=runs)
-    run.engine.start()
+def test_an_engine_is_prepared_once_the_graphs_of_a_later_drafter_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readiness may still wait for that drafter. Nobody waits for ever."""
+    now, has_more = 0.0, False
+    monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: now))
+    run = harness(
+        overlap_runs=SimpleNamespace(prepare=lambda speculator: has_more), drafters={"head": ScriptedDrafter({})}
+    )
     assert not run.engine.is_prepared
-    for has_more in (False, True, False):
-        while run.engine.is_prepared == has_more:
-            time.sleep(0.005)
-    run.engine.stop()
-    assert run.engine.failure is None
-
-
-def test_nobody_waits_for_ever_for_an_engine_that_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_PREPARES_S", -1.0)
-    run = harness(overlap_runs=SimpleNamespace(prepare=lambda speculator: True))
+    run.engine._prepare()
+    assert run.engine.is_prepared
+    run.sources[0].num_attaches += 1
+    has_more, now = True, 500.0
+    run.engine._prepare()
+    assert not run.engine.is_prepared
+    now += engine._PREPARES_S + 1
+    assert run.engine.is_prepared
+    has_more = False
+    run.sources[0].num_attaches += 1
+    run.engine._prepare()
     assert run.engine.is_prepared

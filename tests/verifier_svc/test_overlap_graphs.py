@@ -181,14 +181,22 @@ def test_large_trees_get_no_graphs_for_batches_that_do_not_draft_them() -> None:
 @pytest.mark.parametrize("is_long", [False, True])
 @pytest.mark.parametrize("max_rows", [8, 100, 512, 2048])
 def test_prompts_that_join_no_step_have_graphs(max_rows: int, is_long: bool) -> None:
-    """One long prompt that fills no chunk runs in the pass of a few."""
+    """One long prompt of many rows that fills no chunk runs in the pass of a few."""
     blocks = 129 if is_long else 1
     batches = DeviceBatches(PassSizes(9000, 9000, 256, 4096), 16, torch.device("cpu"), graphs=True)
 
+    captured: set[BatchShape | None] = set()
+
     def graph(rows: int, seqs: int) -> BatchShape | None:
         batch = blank_batch(rows, seqs, blocks, 16)
-        return batches.upload(batch, runs_of(batch)).graph_shape
+        return batches.upload(batch, runs_of(batch), is_captured=captured.__contains__).graph_shape
 
-    captured = {graph(rows, seqs) for rows, seqs in prompt_passes(max_rows, 256, is_long=is_long)}
+    for rows, seqs in prompt_passes(max_rows, 256, is_long=is_long):
+        captured.add(graph(rows, seqs))
+    lone = graph(1, 1)
+    assert lone is not None and lone.seqs == 1
     for seqs in (1, 8, 64):
         assert {graph(rows, seqs) for rows in range(seqs, max_rows + 1)} <= captured
+    # One that is captured nowhere gets a graph of its own.
+    captured.clear()
+    assert graph(1, 1) == lone

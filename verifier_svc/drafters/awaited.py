@@ -48,7 +48,8 @@ class AwaitedDrafters:
 
 
 def _most_s(drafter: DrafterHandle) -> float:
-    return MAX_PREPARE_S if drafter.num_attaches or drafter.is_attaching else MAX_AWAIT_S
+    # In this order: one that has just been attached is never neither.
+    return MAX_PREPARE_S if drafter.is_attaching or drafter.num_attaches else MAX_AWAIT_S
 
 
 def _warn(drafter: DrafterHandle) -> None:
@@ -61,5 +62,5 @@ def _warn(drafter: DrafterHandle) -> None:
         "drafter %s has not attached within %.0f s: %s; ready without it",
         drafter.name,
         _most_s(drafter),
-        drafter.reason or "it is still being attached",
+        "it is still being attached" if drafter.is_attaching or not drafter.reason else drafter.reason,
     )

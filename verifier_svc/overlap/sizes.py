@@ -15,6 +15,9 @@ from verifier_svc.speculation.candidate_shapes import MOST_LARGE_TREE_ROWS, SHAR
 # Numbers of sequences, and rows of a step, whose graphs are captured before the first request.
 _BATCH_ROW_COUNTS = (*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 513, 16))
 MAX_USUAL_ROWS = 1024
+# Up to so many rows, attention shares the keys of one long prompt among more programs than those of
+# a few.
+_LONE_PROMPT_ROWS = 512
 # Rows of a few large trees among many batch rows.
 _EMPTIED_ROWS = (MOST_LARGE_TREE_ROWS // 4, MOST_LARGE_TREE_ROWS // 2, MOST_LARGE_TREE_ROWS)
 # Rows of steps with long sequences. There are fewer sizes: spare rows matter less where contexts
@@ -109,13 +112,15 @@ def prompt_passes(max_rows: int, max_batch_rows: int, *, is_long: bool) -> Itera
 
     Args:
         max_rows: prompt tokens of a step, and rows of the largest such pass that has a graph.
-        is_long: whether a prompt is long. One that fills no chunk runs in the pass of a few.
+        is_long: whether a prompt is long. One of more rows that fills no chunk runs in the pass of
+            a few.
     """
     for count in PROMPT_SEQS:
-        rows = max_rows - 1 if is_long and count == PROMPT_SEQS[0] else 0
+        rows = 0
         while rows < max_rows:
             rows = min(prompt_bucket(max(rows + 1, count)), max_rows)
-            yield rows, min(count, max_batch_rows)
+            if not is_long or count > 1 or rows <= _LONE_PROMPT_ROWS or rows == max_rows:
+                yield rows, min(count, max_batch_rows)
 
 
 def _sizes_with_found(max_batch_rows: int, most_nodes: int) -> Iterator[UsualSize]:

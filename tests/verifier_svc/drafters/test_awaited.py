@@ -23,7 +23,8 @@ def drafter(
             is_detached=False,
             is_attaching=is_attaching,
             is_preparing=is_preparing,
-            reason="" if num_attaches or is_attaching else "nobody listens there",
+            # One that is being attached was not there before.
+            reason="" if num_attaches else "nobody listens there",
         ),
     )
 
