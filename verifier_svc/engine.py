@@ -186,13 +186,8 @@ class Engine:
             self.speculator.collect()
         with times.phase("publish"):
             self.lifecycle.publish()
-        if not scheduled:
-            return
-        if all(part.was_decoding for part in scheduled):
-            self.speculator.costs.observe_overhead(times.elapsed_s() - computed_s, has_model=waits_for_model)
-        else:
-            self._observe_prompts(scheduled, times.elapsed_s())
-        self.counters.add_step(times)
+        if scheduled:
+            self._observe(scheduled, times, times.elapsed_s() - computed_s, has_model=waits_for_model)
 
     def handle_messages(self) -> None:
         """Handle the messages that have come, and end overdue sequences."""
@@ -223,12 +218,20 @@ class Engine:
         if all(part.was_decoding for part in scheduled):
             self.speculator.costs.observe_step(sum(part.num_rows for part in scheduled), times.elapsed_s())
 
-    def _observe_prompts(self, scheduled: list[Scheduled], seconds: float) -> None:
-        """Learn what prompts take from a step with some."""
-        num_rows = sum(part.num_rows for part in scheduled if part.was_decoding)
-        num_prompt_rows = sum(part.num_rows for part in scheduled) - num_rows
-        step_s = self.speculator.costs.step_s(num_rows) if num_rows else 0.0
-        self.scheduler.prefill.observe(num_prompt_rows, seconds, step_s)
+    def _observe(self, scheduled: list[Scheduled], times: StepTimes, after_s: float, *, has_model: bool) -> None:
+        """Learn what a step took, and count it.
+
+        ``after_s``: its seconds after the target's pass. ``has_model``: whether it has waited for a
+        drafter with a model.
+        """
+        costs, seconds = self.speculator.costs, times.elapsed_s()
+        if all(part.was_decoding for part in scheduled):
+            costs.observe_overhead(after_s, has_model=has_model)
+        else:
+            num_rows = sum(part.num_rows for part in scheduled if part.was_decoding)
+            num_prompt_rows = sum(part.num_rows for part in scheduled) - num_rows
+            self.scheduler.prefill.observe(num_prompt_rows, seconds, costs.step_s(num_rows) if num_rows else 0.0)
+        self.counters.add_step(times)
 
     def _post_drafts(self) -> None:
         """Request the next step's trees from the drafters."""
