@@ -263,7 +263,7 @@ def _without_hub(model: str, file: str) -> str:
     kind = "file" if file else "folder"
     if HF_HUB_OFFLINE:
         return f"pass a {kind}, or unset HF_HUB_OFFLINE"
-    return f"pass a {kind}, or set HF_HUB_OFFLINE=1 to use cached models"
+    return f"pass a {kind}, or try again when the hub answers"
 
 
 def _first_line(error: Exception) -> str:
