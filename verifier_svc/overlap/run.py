@@ -107,7 +107,7 @@ class OverlappedRun:
         self._prompt_start = 0
         # Of the steps in flight.
         self._facts: deque[StepFacts] = deque()
-        # Whether nobody could get a batch row for want of blocks.
+        # Whether a launch had neither a batch row nor prompts to compute, because blocks were missing.
         self._lacks_blocks = False
 
     def run(self, messages: Messages) -> OverlapBlock | None:

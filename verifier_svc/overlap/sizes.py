@@ -15,8 +15,8 @@ from verifier_svc.speculation.candidate_shapes import MOST_LARGE_TREE_ROWS, SHAR
 # Numbers of sequences, and rows of a step, whose graphs are captured before the first request.
 _BATCH_ROW_COUNTS = (*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 513, 16))
 MAX_USUAL_ROWS = 1024
-# Up to so many rows, attention shares the keys of one long prompt among more programs than those of
-# a few.
+# A long prompt of at most so many rows is faster in a pass for one sequence: attention divides its
+# keys among more programs there.
 _LONE_PROMPT_ROWS = 512
 # Rows of a few large trees among many batch rows.
 _EMPTIED_ROWS = (MOST_LARGE_TREE_ROWS // 4, MOST_LARGE_TREE_ROWS // 2, MOST_LARGE_TREE_ROWS)

@@ -74,8 +74,8 @@ def build_batch(scheduled: list[Scheduled], block_size: int, scratch_kv_slot: in
     tokens: list[int] = []
     places: list[int] = []
     seqs: list[int] = []
-    # Sequences with a tree, and the first row of its nodes.
-    trees: list[tuple[int, int]] = []
+    # Each tree with its sequence, its root's position, and the first row of its other nodes.
+    trees: list[tuple[DraftTree, int, int, int]] = []
     logit_rows: list[int] = []
     logit_starts = [0]
     row_starts: list[int] = []
@@ -90,7 +90,7 @@ def build_batch(scheduled: list[Scheduled], block_size: int, scratch_kv_slot: in
         places += own
         end = len(tokens)
         if tree is not None and tree.num_speculative_tokens:
-            trees.append((index, end))
+            trees.append((tree, index, first + part.num_tokens - 1, end))
             tokens += tree.tokens.tolist()[1:]
             places += [0] * tree.num_speculative_tokens
         last = len(tokens)
@@ -100,16 +100,13 @@ def build_batch(scheduled: list[Scheduled], block_size: int, scratch_kv_slot: in
         elif part.samples:
             logit_rows += range(end - 1, last)
         logit_starts.append(len(logit_rows))
-    max_nodes = max((part.tree.num_nodes for part in scheduled if part.tree), default=1)
+    max_nodes = max((tree.num_nodes for tree, *_ in trees), default=1)
     token_ids, positions, row_seqs = (np.array(values, np.int32) for values in (tokens, places, seqs))
     logical, context_lens = positions.copy(), positions + np.int32(1)
     masks = np.zeros((len(tokens), -(-max_nodes // MASK_WORD_BITS)), np.uint64)
     tree_starts = np.zeros(len(scheduled), np.int32)
-    for index, end in trees:
-        part = scheduled[index]
-        assert part.tree is not None
-        root_position = part.sequence.num_computed + part.num_tokens - 1
-        _place_nodes(part.tree, root_position, end, positions, logical, context_lens, masks)
+    for tree, index, root_position, first_row in trees:
+        _place_nodes(tree, root_position, first_row, positions, logical, context_lens, masks)
         tree_starts[index] = root_position
     block_tables = _block_tables(scheduled)
     kv_slots = block_tables[row_seqs, logical // block_size] * block_size + logical % block_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence as Items
 
 from foretoken.models.device_batch import seq_bucket
@@ -46,7 +47,7 @@ class LookupPace:
         self._asks_again = True
         self._num_steps, self._num_unasked, self._num_uncounted = 0, 0, 0
         # By rounded batch size.
-        self._tries: dict[int, _Tries] = {}
+        self._tries: defaultdict[int, _Tries] = defaultdict(_Tries)
         self._latest = _Tries()
 
     def begin_step(self, batch: int, *, at_once: bool) -> bool:
@@ -57,10 +58,7 @@ class LookupPace:
         self._num_steps += 1
         self._num_unasked += 1
         self._num_uncounted += 1
-        size = seq_bucket(batch)
-        if size not in self._tries:
-            self._tries[size] = _Tries()
-        self._latest = self._tries[size]
+        self._latest = self._tries[seq_bucket(batch)]
         if at_once or self._asks_again or batch < RARELY_FROM:
             return True
         return not self._in_turns and self._num_unasked >= self._every

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,8 +18,7 @@ from verifier_svc.scheduling.sequence import Sequence
 
 def found(num_nodes: int) -> Draft:
     """Return a chain from the host."""
-    tokens, parents = np.zeros(num_nodes, np.int32), np.arange(-1, num_nodes - 1, dtype=np.int32)
-    return Draft(DraftTree(tokens, parents), [0] * num_nodes, [0.5] * num_nodes, [0.5] * num_nodes)
+    return Draft(DraftTree.chain([0] * num_nodes), [0] * num_nodes, [0.5] * num_nodes, [0.5] * num_nodes)
 
 
 @pytest.mark.parametrize(
