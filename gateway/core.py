@@ -21,7 +21,8 @@ from gateway.admission import Admission
 from gateway.bodies import BodyBudget
 from gateway.chat.chat_reply import ChatForms
 from gateway.config import GatewaySettings
-from gateway.generation import ClientGoneError, Generation, GenerationRequest
+from gateway.generation import ClientGoneError, Generation
+from gateway.generation_request import GenerationRequest
 from gateway.messages import VerifierInfo
 from gateway.metrics import GatewayMetrics
 from gateway.recent_requests import RecentRequests

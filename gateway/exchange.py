@@ -12,8 +12,10 @@ from starlette.types import Receive, Scope, Send
 from foretoken.errors import ForetokenError
 from gateway.bodies import hold_of
 from gateway.core import GatewayCore
-from gateway.generation import ClientGoneError, Delta, Generation, GenerationRequest
+from gateway.generation import ClientGoneError, Generation
+from gateway.generation_request import GenerationRequest
 from gateway.http_protocol import direct_connection
+from gateway.output import Delta
 from gateway.reply_format import ReplyFormat, for_any_reader
 
 

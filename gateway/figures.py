@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.generation import Generation, Output
+from gateway.generation import Generation
 from gateway.messages import Finished
+from gateway.output import Output
 
 
 def generation_metrics(generation: Generation, *, detailed: bool) -> dict[str, Any]:

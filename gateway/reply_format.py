@@ -8,8 +8,9 @@ from typing import Any
 import orjson
 
 from foretoken.errors import ForetokenError
-from gateway.generation import Delta, Generation
+from gateway.generation import Generation
 from gateway.http import error_object
+from gateway.output import Delta
 
 EVENT, EVENT_END = b"data: ", b"\n\n"
 DONE = b"data: [DONE]\n\n"

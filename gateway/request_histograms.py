@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foretoken.telemetry import MetricRegistry
-from gateway.generation import Output
+from gateway.output import Output
 
 # The buckets of gen_ai.server.request.duration in OpenTelemetry's conventions.
 _LATENCY_BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)

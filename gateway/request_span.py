@@ -8,7 +8,9 @@ import time
 from foretoken import tracing
 from foretoken.errors import ForetokenError
 from foretoken.tracing import Span, TraceContext, Tracer
-from gateway.generation import Generation, GenerationRequest, Output
+from gateway.generation import Generation
+from gateway.generation_request import GenerationRequest
+from gateway.output import Output
 
 PROVIDER_NAME = "foretoken"
 

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from foretoken import limits
 from foretoken.errors import InvalidRequestError
-from gateway.generation import Prompt
+from gateway.generation_request import Prompt
 from gateway.messages import VerifierInfo
 from gateway.tokenizer import SHORT_TEXT_CHARS, SHORT_TEXT_TOKENS, Tokenizer
 

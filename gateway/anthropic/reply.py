@@ -14,8 +14,9 @@ from gateway.anthropic.errors import error_object
 from gateway.chat.reply_tokens import ReplyTokens
 from gateway.config import GatewaySettings
 from gateway.figures import generation_metrics
-from gateway.generation import Delta, Generation
+from gateway.generation import Generation
 from gateway.openai.chat_request import ChatRequest
+from gateway.output import Delta
 from gateway.reply_format import ReplyFormat
 
 _PING = message_event("ping", {})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from foretoken.results import TokenLogprobs
 from gateway.chat.chat_reply import ChatReply
 from gateway.chat.pieces import ReplyPieces
-from gateway.generation import Delta
+from gateway.output import Delta
 
 
 class ReplyTokens:

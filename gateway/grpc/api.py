@@ -18,7 +18,8 @@ from foretoken.sampling import SamplingParams
 from gateway import http
 from gateway.core import GatewayCore
 from gateway.fields import draw_seed, text_list
-from gateway.generation import Delta, GenerationRequest, Output, Prompt
+from gateway.generation_request import GenerationRequest, Prompt
+from gateway.output import Delta, Output
 from gateway.slow_reader import SlowReaderTimeout
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 

@@ -12,9 +12,9 @@ from fastapi.responses import Response
 from gateway import http
 from gateway.core import GatewayCore
 from gateway.exchange import Exchange
-from gateway.generation import GenerationRequest, Prompt
-from gateway.generation_request import generation_request
+from gateway.generation_request import GenerationRequest, Prompt
 from gateway.openai.chat_request import chat_request
+from gateway.openai.generation import generation_request
 from gateway.openai.request import ChatFields, CompletionFields, GenerationOptions, parse_completion, prompts_of
 from gateway.openai.response import ChatFormat, CompletionFormat
 from gateway.reply_format import ReplyFormat

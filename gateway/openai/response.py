@@ -11,9 +11,10 @@ from foretoken.results import FinishReason, VerifiedTree
 from gateway.chat.pieces import ReplyPieces, ToolCallDelta, whole_calls
 from gateway.chat.reply_reader import ReplyReader
 from gateway.figures import generation_metrics
-from gateway.generation import Delta, Generation, Output
+from gateway.generation import Generation
 from gateway.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from gateway.openai.request import GenerationOptions
+from gateway.output import Delta, Output
 from gateway.reply_format import DONE, EVENT, EVENT_END, ReplyFormat, event
 from gateway.tokenizer import Tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from foretoken.errors import ContextLengthError
-from gateway.generation import Prompt
+from gateway.generation_request import Prompt
 from gateway.openai.request import ChatFields, ChatMessage
 
 # Room for the answer if the request names none, or more: this part of the context.

@@ -12,10 +12,11 @@ from foretoken.results import FinishReason, TokenLogprobs
 from gateway.chat.reply_tokens import ReplyTokens
 from gateway.config import GatewaySettings
 from gateway.figures import generation_metrics
-from gateway.generation import Delta, Generation
+from gateway.generation import Generation
 from gateway.http import error_object
 from gateway.logprobs import chat_logprobs
 from gateway.openai.chat_request import ChatRequest
+from gateway.output import Delta
 from gateway.reply_format import ReplyFormat
 from gateway.responses.body import ResponsesFields
 from gateway.responses.events import EventWriter

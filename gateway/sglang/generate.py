@@ -29,8 +29,10 @@ from gateway.fields import (
     token_biases,
     validate,
 )
-from gateway.generation import Delta, Generation, GenerationRequest, Output, Prompt
+from gateway.generation import Generation
+from gateway.generation_request import GenerationRequest, Prompt
 from gateway.grammar import checked, schema_grammar, the_one
+from gateway.output import Delta, Output
 from gateway.reply_format import ReplyFormat, event
 from gateway.tokenizer import Tokenizer
 

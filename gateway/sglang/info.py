@@ -13,7 +13,7 @@ from foretoken.errors import ForetokenError, UnavailableError
 from foretoken.sampling import SamplingParams, SpeculationOptions
 from gateway import http
 from gateway.core import GatewayCore
-from gateway.generation import GenerationRequest, Prompt
+from gateway.generation_request import GenerationRequest, Prompt
 from gateway.messages import VerifierInfo
 
 HEALTH_TIMEOUT_S = 20.0

@@ -11,7 +11,8 @@ import grpc
 
 from foretoken import rpc
 from foretoken.errors import PreconditionError
-from gateway.generation import Generation, Output
+from gateway.generation import Generation
+from gateway.output import Output
 from gateway.server import Gateway
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 

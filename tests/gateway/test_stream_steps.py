@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from gateway.generation import News, Output
 from gateway.http_protocol import HttpProtocol
+from gateway.news import News
 from gateway.openai.response import CompletionFormat
+from gateway.output import Output
 from protos import verifier_pb2
 from tests.gateway.conftest import LONG_TOKEN, Stack, events
 from tests.gateway.deployment import logprob
