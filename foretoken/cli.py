@@ -31,7 +31,7 @@ from foretoken.commands.settings_command import SettingsCommand
 if TYPE_CHECKING:
     from foretoken.commands.service_settings import ServeOptions, StackSettings, VerifierStack
     from foretoken.drafter import Drafter
-    from foretoken.supervisor import Service
+    from foretoken.service import Service
     from gateway.config import GatewaySettings
     from verifier_svc.config import VerifierSettings
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 from foretoken.errors import ConfigError
 from foretoken.runtime_folder import AT_END
-from foretoken.supervisor import Service
+from foretoken.service import Service
 
 MpsMode = Literal["auto", "on", "off"]
 CONTROL = "nvidia-cuda-mps-control"

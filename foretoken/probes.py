@@ -27,7 +27,7 @@ _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 
 
 
 class GrpcProbe:
-    """A ``foretoken.supervisor.Probe`` over grpc.health.v1.
+    """A ``foretoken.service.Probe`` over grpc.health.v1.
 
     It keeps its channel while it gets answers.
     """
@@ -65,7 +65,7 @@ class GrpcProbe:
 
 
 class GatewayProbe:
-    """A ``foretoken.supervisor.Probe`` over ``GET /ready`` and the gateway's liveness socket."""
+    """A ``foretoken.service.Probe`` over ``GET /ready`` and the gateway's liveness socket."""
 
     def __init__(
         self, host: str, port: int, liveness_socket: Path, *, is_encrypted: bool = False, key: str = ""
@@ -100,7 +100,7 @@ class GatewayProbe:
 
 
 class FileProbe:
-    """A ``foretoken.supervisor.Probe`` of a process that writes a file and has a liveness socket.
+    """A ``foretoken.service.Probe`` of a process that writes a file and has a liveness socket.
 
     It is ready when the file is there, which it removes before it serves the socket.
     """

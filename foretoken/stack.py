@@ -21,7 +21,7 @@ from foretoken.config import to_flags
 from foretoken.errors import ConfigError
 from foretoken.hosts import bracketed, reachable
 from foretoken.links import NO_CREDENTIALS, LinkCredentials
-from foretoken.supervisor import Service
+from foretoken.service import Service
 
 VERIFIER_HEALTH_NAME = "foretoken.verifier.v1.VerifierService"
 DRAFTER_HEALTH_NAME = "foretoken.drafter.v1.DrafterService"

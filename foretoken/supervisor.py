@@ -14,12 +14,14 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, Protocol
+from typing import Any, ParamSpec
 
 import psutil
 
 from foretoken.descendants import die_with, ended_child, is_stopped, kill_descendants, subreaper
 from foretoken.lost_context import ASSERTION_STATUS, CONTEXT_LOST_STATUS
+from foretoken.pulse import Pulse
+from foretoken.service import Service
 
 # The status of a child that refused its settings and said why.
 CONFIG_ERROR_STATUS = 2
@@ -32,11 +34,6 @@ MAX_FAILED_STARTS = 3
 FIRST_PROBE_DELAY_S = 0.05
 LONGEST_PROBE_DELAY_S = 0.5
 HEARTBEAT_S = 1.0
-# A child stopped by a signal is killed after this time and this many questions. Both must pass:
-# while this process itself is stopped or starved, time passes, but it asks no questions. A child
-# that is not stopped may be busy, and has as long as its service allows.
-MAX_SILENCE_S = 5.0
-MIN_MISSED_HEARTBEATS = 4
 # After this time the supervisor says that a start may take longer.
 SLOW_START_S = 15.0
 # Once all required services are ready, the others have this long to become ready. A gateway that
@@ -52,55 +49,6 @@ Args = ParamSpec("Args")
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Probe(Protocol):
-    """Asks one service, one question at a time; each answer takes at most about a second."""
-
-    async def is_ready(self) -> bool:
-        """Return whether the service does its work now."""
-        ...
-
-    async def last_turn(self) -> float | None:
-        """Return when its event loop last turned, by any steady clock; None: no answer."""
-        ...
-
-    async def close(self) -> None:
-        """Free what it keeps between questions."""
-        ...
-
-
-@dataclass(frozen=True)
-class Service:
-    """One child.
-
-    Attributes:
-        name: its name in messages.
-        command: the command to execute.
-        probe: asks whether it is ready and alive.
-        stop_grace_s: time from SIGTERM to SIGKILL.
-        required: the stack is not ready without it.
-        environment: additional variables.
-        before_kill: a command to run before the child is killed, with its process id as last
-            argument; may be empty.
-        shares_faults: if a child ends with CONTEXT_LOST_STATUS, all services that share faults are
-            ended, and none restarts before the last of them has gone.
-        max_stall_s: how long it may not answer, or its event loop may not turn, after its first
-            answer.
-        reloads: whether it reads files again after SIGHUP.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    probe: Probe
-    stop_grace_s: float
-    required: bool = True
-    # Not shown: it may hold secrets.
-    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    before_kill: tuple[str, ...] = ()
-    shares_faults: bool = False
-    max_stall_s: float = MAX_SILENCE_S
-    reloads: bool = False
-
-
 class RestartDelays:
     """Delays restarts: not after a long life, else twice as long each time, up to a bound."""
 
@@ -112,62 +60,6 @@ class RestartDelays:
         delay_s = 0.0 if ready_s >= STABLE_AFTER_S else self._next_s
         self._next_s = min(max(2 * delay_s, FIRST_RESTART_DELAY_S), LONGEST_RESTART_DELAY_S)
         return delay_s
-
-
-class Heartbeats:
-    """Counts heartbeats missed in a row, and the time since the first of them."""
-
-    def __init__(self, max_missing_s: float) -> None:
-        self._max_missing_s = max_missing_s
-        self._num_missed = 0
-        self.missing_since = 0.0
-
-    def observe(self, beats: bool, asked_at: float, now: float) -> bool:
-        """Count one heartbeat; return whether too many are missing for too long.
-
-        ``asked_at`` and ``now``: times of question and answer in seconds.
-        """
-        if beats:
-            self._num_missed = 0
-            return False
-        if self._num_missed == 0:
-            self.missing_since = asked_at
-        self._num_missed += 1
-        return self._num_missed >= MIN_MISSED_HEARTBEATS and now - self.missing_since > self._max_missing_s
-
-
-class Pulse:
-    """Distinguishes a stopped or hung child from one that is busy or starts slowly.
-
-    Attributes:
-        has_begun: whether the child has ever answered. Before that it has any time, unless stopped.
-    """
-
-    def __init__(self, max_stall_s: float) -> None:
-        self.has_begun = False
-        self._last_turn: float | None = None
-        self._runs, self._turns = Heartbeats(MAX_SILENCE_S), Heartbeats(max_stall_s)
-
-    def judge(self, last_turn: float | None, is_stopped: bool, asked_at: float, now: float) -> str:
-        """Return why the child must be killed; empty if it may live.
-
-        Args:
-            last_turn: the answer of ``Probe.last_turn``.
-            is_stopped: whether a signal has stopped the process.
-            asked_at: time of the question, in seconds.
-            now: time of the answer, or of the end of the wait for it.
-        """
-        if last_turn is None:
-            turns = not self.has_begun
-        else:
-            turns = last_turn != self._last_turn
-            self.has_begun, self._last_turn = True, last_turn
-        if self._runs.observe(not is_stopped, asked_at, now):
-            return f"did not answer for {now - self._runs.missing_since:.1f} s"
-        if self._turns.observe(turns, asked_at, now):
-            failing = "answer" if last_turn is None else "turn its event loop"
-            return f"did not {failing} for {now - self._turns.missing_since:.1f} s"
-        return ""
 
 
 @dataclass(eq=False)

@@ -16,7 +16,8 @@ from pathlib import Path
 from foretoken import liveness, stack
 from foretoken.config import to_environment
 from foretoken.runtime_folder import runtime_folder
-from foretoken.supervisor import Service, Supervisor
+from foretoken.service import Service
+from foretoken.supervisor import Supervisor
 from gateway.config import GatewaySettings
 from gateway.sockets import hold
 from gateway.worker_metrics import (

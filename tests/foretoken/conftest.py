@@ -13,7 +13,7 @@ import drafter_svc
 import gateway
 import verifier_svc
 from drafter_svc.algorithms import Algorithm
-from foretoken.supervisor import Service
+from foretoken.service import Service
 
 
 @pytest.fixture

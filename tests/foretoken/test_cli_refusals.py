@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from foretoken.cli import app, main
 from foretoken.commands.settings_command import VLLM_NAMES
 from foretoken.errors import CheckpointError, ConfigError
-from foretoken.supervisor import Service
+from foretoken.service import Service
 from tests.support.command_line import DEMO, ROOT, foretoken, free_port, loaded_by, serve
 
 VERIFIER = ("verifier", "--address", "unix:/v")

@@ -14,8 +14,8 @@ from foretoken.config import build
 from foretoken.errors import ConfigError
 from foretoken.mps import PIPES
 from foretoken.probes import GatewayProbe
+from foretoken.service import Service
 from foretoken.stack import GATEWAY_DRAIN_S
-from foretoken.supervisor import Service
 from gateway.config import GatewaySettings
 from tests.support import fake_mps
 from tests.support.command_line import foretoken, free_port, invoke, serve, words

@@ -18,8 +18,8 @@ from foretoken.commands import kv_event_endpoints
 from foretoken.commands.given import Given
 from foretoken.errors import ConfigError
 from foretoken.probes import FileProbe
+from foretoken.service import Service
 from foretoken.stack import VERIFIER_GRACE_S
-from foretoken.supervisor import Service
 from tests.support.command_line import ENVIRONMENT, foretoken, invoke, serve, words
 
 SETTINGS = ("--threads", "3", "--disable-radix-cache", "--drain-timeout", "50", "--served-model-name", "a,b")

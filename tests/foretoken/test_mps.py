@@ -19,7 +19,7 @@ from foretoken.descendants import is_stopped
 from foretoken.errors import ConfigError
 from foretoken.mps import COST, PIPES, GpuClients, MpsMode
 from foretoken.runtime_folder import AT_END, runtime_folder
-from foretoken.supervisor import Service
+from foretoken.service import Service
 from tests.support import fake_mps
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from foretoken.cli import app
 from foretoken.free_ports import free_ports
-from foretoken.supervisor import Service
+from foretoken.service import Service
 from tests.support.environment import child_environment
 
 ROOT = Path(__file__).parents[2]

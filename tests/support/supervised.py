@@ -22,8 +22,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from foretoken import supervisor
+from foretoken import pulse, supervisor
 from foretoken.probes import GatewayProbe
+from foretoken.service import Probe, Service
 
 # Far above a busy machine's time to answer, so that no live process is taken for dead.
 PROBE_TIMEOUT_S = 1.0
@@ -56,7 +57,7 @@ class FileProbe:
 class NotingProbe:
     """Notes each question that shows no turn of the child's event loop in a file."""
 
-    def __init__(self, probe: supervisor.Probe, missed_file: Path) -> None:
+    def __init__(self, probe: Probe, missed_file: Path) -> None:
         self._probe = probe
         self._missed_file = missed_file
         self._last_turn: float | None = None
@@ -75,14 +76,14 @@ class NotingProbe:
         await self._probe.close()
 
 
-def probe(spec: dict[str, Any]) -> supervisor.Probe:
+def probe(spec: dict[str, Any]) -> Probe:
     if "alive_socket" in spec:
         return FileProbe(**spec)
     return GatewayProbe(spec["host"], spec["port"], Path(spec["liveness_socket"]))
 
 
-def service(spec: dict[str, Any]) -> supervisor.Service:
-    return supervisor.Service(
+def service(spec: dict[str, Any]) -> Service:
+    return Service(
         spec["name"],
         tuple(spec["command"]),
         NotingProbe(probe(spec["probe"]), Path(spec["missed_file"])),
@@ -103,7 +104,7 @@ def say(line: str) -> None:
 def main() -> int:
     spec = json.loads(sys.argv[1])
     supervisor.OPTIONAL_READY_S, supervisor.SLOW_START_S = spec["optional_ready_s"], spec["slow_start_s"]
-    supervisor.HEARTBEAT_S, supervisor.MAX_SILENCE_S = spec["heartbeat_s"], spec["max_silence_s"]
+    supervisor.HEARTBEAT_S, pulse.MAX_SILENCE_S = spec["heartbeat_s"], spec["max_silence_s"]
     supervisor.BEFORE_KILL_S = spec["before_kill_s"]
     # No process lives so long here that its next start would not wait.
     supervisor.STABLE_AFTER_S = math.inf

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from foretoken.supervisor import MAX_SILENCE_S, MIN_MISSED_HEARTBEATS, Heartbeats, Pulse
+from foretoken.pulse import MAX_SILENCE_S, MIN_MISSED_HEARTBEATS, Heartbeats, Pulse
 from tests.foretoken.supervisor.conftest import QUICK, Start, assert_gone
 
 
