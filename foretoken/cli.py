@@ -403,5 +403,5 @@ def _say_all(lines: Iterable[str]) -> None:
 def _print_plan(settings: VerifierSettings, drafters: list[str]) -> None:
     from verifier_svc import server
 
-    print(server.plan(settings))
+    print(server.plan(settings, drafts=bool(drafters)))
     print(f"  drafters   {', '.join(drafters) or 'none'}")

@@ -104,10 +104,25 @@ class ProgressLines:
             print(f"verifier: {what}{percent}", file=sys.stderr, flush=True)
 
 
-def plan(settings: VerifierSettings) -> str:
-    """Return the memory plan as text, for ``--dry-run``. Raises ConfigError or CheckpointError."""
+def plan(settings: VerifierSettings, *, drafts: bool) -> str:
+    """Return the plan of memory and draft trees as text, for ``--dry-run``.
+
+    ``drafts``: whether there are drafters.
+
+    Raises:
+        ConfigError, CheckpointError: as a start would.
+    """
     backend = choose_backend(settings.device)
-    return f"{memory_plan(with_sizes(settings, backend), backend)}\n  device     {device_name(backend)}"
+    settings = with_sizes(settings, backend)
+    lines = [str(memory_plan(settings, backend)), f"  device     {device_name(backend)}"]
+    if drafts:
+        steps = settings.speculative_num_steps
+        levels = "as many levels as pay off" if not steps else f"{steps} level{'s' if steps > 1 else ''}"
+        lines.append(
+            f"  trees      at most {settings.speculative_num_draft_tokens} nodes; a draft model's have at most "
+            f"{settings.speculative_eagle_topk} children a node and {levels}"
+        )
+    return "\n".join(lines)
 
 
 @dataclass(slots=True)

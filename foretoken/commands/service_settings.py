@@ -32,7 +32,7 @@ from verifier_svc.config import DrafterEndpoint, VerifierSettings, refuse_gpu_fl
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"], Field(description="Log to stderr from this level up.")
 ]
-DryRun = Annotated[bool, Field(description="Print the memory plan and start nothing.")]
+DryRun = Annotated[bool, Field(description="Print the plan of memory and draft trees, and start nothing.")]
 
 
 class LogOptions(Settings):

@@ -25,7 +25,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
         return lambda *arguments: seen.update({name: arguments})
 
     for name, package in (("gateway", gateway), ("verifier", verifier_svc), ("drafter", drafter_svc)):
-        fake = SimpleNamespace(run=record(name), make_drafter=lambda settings: settings, plan=lambda settings: "a plan")
+        fake = SimpleNamespace(
+            run=record(name),
+            make_drafter=lambda settings: settings,
+            plan=lambda settings, drafts: f"a plan {'with' if drafts else 'without'} drafts",
+        )
         monkeypatch.setattr(package, "server", fake, raising=False)
         monkeypatch.setitem(sys.modules, f"{package.__name__}.server", fake)
     monkeypatch.setattr("foretoken.models.target_check.check_target", lambda path: ())

@@ -49,7 +49,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(DEMO / "target" / name, tmp_path)
     result = CliRunner().invoke(app, [*command, str(tmp_path), "--dry-run"])
-    assert result.stdout == f"a plan\n  drafters   {drafters}\n"
+    assert result.stdout == f"a plan {'without' if drafters == 'none' else 'with'} drafts\n  drafters   {drafters}\n"
     assert (served, supervised) == ({}, {})
 
 

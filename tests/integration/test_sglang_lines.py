@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -92,6 +93,11 @@ def test_a_line_passes_as_typed(
     out, err = capsys.readouterr()
     assert not ended.value.code, err
     assert f"drafters   {DRAFTERS.get(name, 'eagle (EAGLE, process)')}\n" in out
+    given = re.search(r"num-steps (\d+) .*eagle-topk (\d+) .*num-draft-tokens (\d+)", LINES[name])
+    if given:
+        levels, children, nodes = given.groups()
+        trees = f"at most {nodes} nodes; a draft model's have at most {children} children a node and {levels} level"
+        assert f"  trees      {trees}" in out
     said = [line.partition(": ")[2].partition(":")[0] for line in err.splitlines()]
     assert len(said) == len(set(said))
     expected = {
