@@ -8,9 +8,9 @@ ForetokenError
     RateLimitError          a limit of the caller's own
   UnavailableError          draining, dead or not ready: UNAVAILABLE, 503
   DeadlineError             DEADLINE_EXCEEDED, 504
-  UnauthenticatedError      no key: UNAUTHENTICATED, 401
-  PermissionDeniedError     a wrong key: PERMISSION_DENIED, 403
-  PreconditionError         another model than requested: FAILED_PRECONDITION, 409
+  UnauthenticatedError      no key or a wrong one: UNAUTHENTICATED, 401
+  PermissionDeniedError     not with this key: PERMISSION_DENIED, 403
+  PreconditionError         services that do not fit: FAILED_PRECONDITION, 409
   ModelOutputError          NaN or infinite logits: DATA_LOSS, 500
   ConfigError               refused at the start; never on the wire
     CheckpointError         a checkpoint that cannot be loaded, with file and tensor
@@ -49,6 +49,8 @@ class ForetokenError(Exception):
 
 
 class InvalidRequestError(ForetokenError):
+    """A request that can never succeed as it is; ``field`` names what is wrong."""
+
     status = grpc.StatusCode.INVALID_ARGUMENT
     http_status = 400
 
@@ -58,11 +60,15 @@ class ContextLengthError(InvalidRequestError):
 
 
 class NotFoundError(ForetokenError):
+    """What the request names does not exist."""
+
     status = grpc.StatusCode.NOT_FOUND
     http_status = 404
 
 
 class QueueFullError(ForetokenError):
+    """There is no room for one more request; the same request may succeed later."""
+
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
     http_status = 429
 
@@ -76,26 +82,36 @@ class RateLimitError(QueueFullError):
 
 
 class UnavailableError(ForetokenError):
+    """No service can take the request now: it drains, starts, is dead or is not reached."""
+
     status = grpc.StatusCode.UNAVAILABLE
     http_status = 503
 
 
 class DeadlineError(ForetokenError):
+    """The request's own time is over, or that of the server for any request."""
+
     status = grpc.StatusCode.DEADLINE_EXCEEDED
     http_status = 504
 
 
 class PreconditionError(ForetokenError):
+    """Two services do not fit together, or the server's state does not allow the call."""
+
     status = grpc.StatusCode.FAILED_PRECONDITION
     http_status = 409
 
 
 class UnauthenticatedError(ForetokenError):
+    """The call needs a key, and shows none or one that nobody has."""
+
     status = grpc.StatusCode.UNAUTHENTICATED
     http_status = 401
 
 
 class PermissionDeniedError(ForetokenError):
+    """What the caller shows does not allow the call."""
+
     status = grpc.StatusCode.PERMISSION_DENIED
     http_status = 403
 

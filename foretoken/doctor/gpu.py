@@ -18,6 +18,8 @@ _PROCESS_FIELDS = ("gpu_uuid", "pid", "process_name", "used_memory")
 
 @dataclass(frozen=True)
 class GpuProcess:
+    """A process that uses a GPU."""
+
     pid: int
     name: str
     # None: the driver does not say, as in a container.
@@ -26,6 +28,8 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Gpu:
+    """A GPU as its driver describes it."""
+
     index: int
     uuid: str
     name: str

@@ -21,6 +21,8 @@ _KEYS = frozenset({"name", "arguments", "parameters", "type", "id", "function"})
 
 
 class CallState(Enum):
+    """What the text so far says of a call."""
+
     UNDECIDED = auto()
     # The name is known; arguments stream.
     CALLING = auto()

@@ -176,6 +176,8 @@ class OpenAiFormat(ReplyFormat):
 
 
 class ChatFormat(OpenAiFormat):
+    """Answers of ``/v1/chat/completions``."""
+
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
@@ -261,6 +263,8 @@ class ChatFormat(OpenAiFormat):
 
 
 class CompletionFormat(OpenAiFormat):
+    """Answers of ``/v1/completions``."""
+
     whole_object = "text_completion"
     chunk_object = "text_completion"
 

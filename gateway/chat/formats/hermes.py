@@ -14,6 +14,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(JsonCallParser):
+    """Text may stand between the calls, which have a mark at both ends."""
+
     _is_closing = False
 
     def _step(self, finished: bool) -> bool:
@@ -40,6 +42,8 @@ class HermesParser(JsonCallParser):
 
 
 class Hermes(ToolFormat):
+    """The marks and grammar of ``<tool_call>``."""
+
     name = "hermes"
     aliases = ("qwen", "qwen25")
     marks = (OPEN, CLOSE)

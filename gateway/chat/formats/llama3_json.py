@@ -45,6 +45,8 @@ class Llama3JsonParser(JsonCallParser):
 
 
 class Llama3Json(ToolFormat):
+    """The mark and grammar of a single JSON object."""
+
     name = "llama3_json"
     aliases = ("llama3", "llama4_json")
     marks = (TAG,)

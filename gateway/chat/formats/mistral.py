@@ -20,6 +20,8 @@ _MAX_HEAD_CHARS = 256
 
 
 class MistralParser(JsonCallParser):
+    """Decides after the mark whether a list follows, or a name and its arguments."""
+
     # Set inside the marks of a list.
     _in_list = False
     # Follows the arguments after a name.
@@ -92,6 +94,8 @@ class MistralParser(JsonCallParser):
 
 
 class Mistral(ToolFormat):
+    """The marks and grammar of both forms."""
+
     name = "mistral"
     marks = (CALLS, CALL_ID, ARGS)
     parser = MistralParser

@@ -171,6 +171,8 @@ def _value(node: ast.expr) -> Any:
 
 
 class Pythonic(ToolFormat):
+    """The marks and grammar of a list of calls."""
+
     name = "pythonic"
     aliases = ("llama4_pythonic",)
     marks = (START, END)

@@ -45,6 +45,8 @@ f32x16 = F32x16Type()
 
 @register_model(F32x16Type)
 class F32x16Model(models.PrimitiveModel):
+    """Numba's representation of the type: one LLVM vector."""
+
     def __init__(self, dmm: Any, fe_type: Any) -> None:
         parent: Any = super()
         parent.__init__(dmm, fe_type, _VECTOR)
