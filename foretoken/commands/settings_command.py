@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -75,7 +76,13 @@ class SettingsCommand(click.Command):
                 from foretoken.errors import ConfigError
 
                 raise ConfigError(f"{name} is vLLM's name; here it is {VLLM_NAMES[name]}")
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            names = {flag: flag for option in self.get_params(ctx) for flag in option.opts} | VLLM_NAMES
+            near = get_close_matches(error.option_name, names, n=1)
+            hint = f" Did you mean {names[near[0]]!r}?" if near else ""
+            raise click.UsageError(f"No such option {error.option_name!r}.{hint}", ctx) from error
 
     def given(self, ctx: click.Context) -> Given:
         """Return the user's values from a parsed context."""

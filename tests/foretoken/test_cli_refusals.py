@@ -65,6 +65,16 @@ def test_names_of_vllm_are_answered_with_ours(given: str) -> None:
     assert not set(VLLM_NAMES.values()) - set(re.findall(r"--[a-z-]+", foretoken("serve", "--help").stdout))
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("--max-seqs", "--max-running-requests"), ("--max-model-length", "--context-length"), ("--prt", "--port")],
+)
+def test_a_name_close_to_one_of_vllm_is_answered_with_ours(given: str, meant: str) -> None:
+    result = CliRunner().invoke(app, ["serve", str(DEMO / "target"), given, "7"])
+    assert result.exit_code == 2
+    assert f"No such option '{given}'. Did you mean '{meant}'?" in result.output
+
+
 @pytest.mark.parametrize("plan", [("--dry-run",), ()])
 @pytest.mark.parametrize(
     ("flags", "message"),
