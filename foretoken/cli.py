@@ -113,7 +113,7 @@ def serve(given: Given) -> None:
             f"{spec.name} ({spec.algorithm}, {'in-process' if plan.is_inside(spec) else 'process'})"
             for spec, _ in plan.drafters
         ]
-        _print_plan(plan.verifier, drafters)
+        _print_plan(plan.verifier, drafters, has_model=any(spec.row.runs_model for spec, _ in plan.drafters))
         return
     with runtime_folder() as folder:
         if options.verifier_address is not None:
@@ -172,7 +172,10 @@ def verifier(given: Given) -> None:
         service_settings.check_drafter(given, drafter, settings.model)
     if options.dry_run:
         attached = [f"{endpoint.name} at {endpoint.address}" for endpoint in settings.drafters]
-        _print_plan(settings, [f"{spec.name} ({spec.algorithm}, in-process)" for spec in held] + attached)
+        inside_names = [f"{spec.name} ({spec.algorithm}, in-process)" for spec in held]
+        # Nobody knows before it is attached which algorithm a drafter elsewhere runs.
+        has_model = bool(attached) or any(spec.row.runs_model for spec in held)
+        _print_plan(settings, inside_names + attached, has_model=has_model)
         return
     in_process: dict[str, Drafter] = {}
     if inside:
@@ -400,8 +403,8 @@ def _say_all(lines: Iterable[str]) -> None:
         say(line)
 
 
-def _print_plan(settings: VerifierSettings, drafters: list[str]) -> None:
+def _print_plan(settings: VerifierSettings, drafters: list[str], *, has_model: bool) -> None:
     from verifier_svc import server
 
-    print(server.plan(settings, drafts=bool(drafters)))
+    print(server.plan(settings, drafts=bool(drafters), has_model=has_model))
     print(f"  drafters   {', '.join(drafters) or 'none'}")

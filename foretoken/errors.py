@@ -3,14 +3,14 @@
 ForetokenError
   InvalidRequestError       bad field: INVALID_ARGUMENT, 400
     ContextLengthError      a prompt that the context cannot hold
-  NotFoundError             unknown model: NOT_FOUND, 404
+  NotFoundError             unknown model, corpus, drafter: NOT_FOUND, 404
   QueueFullError            RESOURCE_EXHAUSTED, 429
     RateLimitError          a limit of the caller's own
   UnavailableError          draining, dead or not ready: UNAVAILABLE, 503
   DeadlineError             DEADLINE_EXCEEDED, 504
-  UnauthenticatedError      no key or a wrong one: UNAUTHENTICATED, 401
-  PermissionDeniedError     not with this key: PERMISSION_DENIED, 403
-  PreconditionError         services that do not fit: FAILED_PRECONDITION, 409
+  UnauthenticatedError      no or an unknown key: UNAUTHENTICATED, 401
+  PermissionDeniedError     not for this caller: PERMISSION_DENIED, 403
+  PreconditionError         not in this state: FAILED_PRECONDITION, 409
   ModelOutputError          NaN or infinite logits: DATA_LOSS, 500
   ConfigError               refused at the start; never on the wire
     CheckpointError         a checkpoint that cannot be loaded, with file and tensor
@@ -49,7 +49,7 @@ class ForetokenError(Exception):
 
 
 class InvalidRequestError(ForetokenError):
-    """A request that can never succeed as it is; ``field`` names what is wrong."""
+    """A request that can never succeed as it is; ``field`` names the part at fault, if there is one."""
 
     status = grpc.StatusCode.INVALID_ARGUMENT
     http_status = 400
@@ -82,14 +82,14 @@ class RateLimitError(QueueFullError):
 
 
 class UnavailableError(ForetokenError):
-    """No service can take the request now: it drains, starts, is dead or is not reached."""
+    """A service that the request needs drains, starts, is dead, is lost on the way or is not reached."""
 
     status = grpc.StatusCode.UNAVAILABLE
     http_status = 503
 
 
 class DeadlineError(ForetokenError):
-    """The request's own time is over, or that of the server for any request."""
+    """The request took longer than its deadline, or its message arrived too late."""
 
     status = grpc.StatusCode.DEADLINE_EXCEEDED
     http_status = 504
@@ -103,7 +103,7 @@ class PreconditionError(ForetokenError):
 
 
 class UnauthenticatedError(ForetokenError):
-    """The call needs a key, and shows none or one that nobody has."""
+    """The call needs a key, a token or a certificate and shows none, or shows an unknown API key."""
 
     status = grpc.StatusCode.UNAUTHENTICATED
     http_status = 401

@@ -1,4 +1,4 @@
-"""Judge by its answers whether a child process lives: a busy one does, a stopped or hung one does not."""
+"""Judge whether a child process lives, by its answers: a busy one does, a stopped or hung one does not."""
 
 from __future__ import annotations
 

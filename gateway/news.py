@@ -1,4 +1,4 @@
-"""Tell a generation's reader which outputs have something new."""
+"""Collect which outputs have something new, for the reader of their generation."""
 
 from __future__ import annotations
 

@@ -104,10 +104,12 @@ class ProgressLines:
             print(f"verifier: {what}{percent}", file=sys.stderr, flush=True)
 
 
-def plan(settings: VerifierSettings, *, drafts: bool) -> str:
+def plan(settings: VerifierSettings, *, drafts: bool, has_model: bool) -> str:
     """Return the plan of memory and draft trees as text, for ``--dry-run``.
 
-    ``drafts``: whether there are drafters.
+    Args:
+        drafts: whether there are drafters.
+        has_model: whether one of them may have a model.
 
     Raises:
         ConfigError, CheckpointError: as a start would.
@@ -116,12 +118,7 @@ def plan(settings: VerifierSettings, *, drafts: bool) -> str:
     settings = with_sizes(settings, backend)
     lines = [str(memory_plan(settings, backend)), f"  device     {device_name(backend)}"]
     if drafts:
-        steps = settings.speculative_num_steps
-        levels = "as many levels as pay off" if not steps else f"{steps} level{'s' if steps > 1 else ''}"
-        lines.append(
-            f"  trees      at most {settings.speculative_num_draft_tokens} nodes; a draft model's have at most "
-            f"{settings.speculative_eagle_topk} children a node and {levels}"
-        )
+        lines.append(f"  trees      {TreeBounds.of(settings).describe(has_model)}")
     return "\n".join(lines)
 
 

@@ -26,6 +26,7 @@ VLLM_NAMES = {
     "--no-enable-prefix-caching": "--disable-radix-cache",
     "--enforce-eager": "--disable-cuda-graph",
 }
+_NEGATIONS = ("--no-", "--disable-")
 _TYPES: dict[Any, click.ParamType[Any, Any]] = {int: click.INT, float: click.FLOAT, bool: click.BOOL}
 
 
@@ -71,16 +72,21 @@ class SettingsCommand(click.Command):
                     formatter.write_dl([record for _, record in sorted(found, key=lambda row: row[0])])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = {flag for option in self.get_params(ctx) for flag in option.opts}
+        names = {flag: flag for flag in own}
+        names |= {theirs: ours for theirs, ours in VLLM_NAMES.items() if ours in own}
         for name in (arg.partition("=")[0] for arg in args):
-            if name in VLLM_NAMES:
+            if name in names and name not in own:
                 from foretoken.errors import ConfigError
 
-                raise ConfigError(f"{name} is vLLM's name; here it is {VLLM_NAMES[name]}")
+                raise ConfigError(f"{name} is vLLM's name; here it is {names[name]}")
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            names = {flag: flag for option in self.get_params(ctx) for flag in option.opts} | VLLM_NAMES
-            near = get_close_matches(error.option_name, names, n=1)
+            # Of two names that differ by a negation, one means the opposite of the other.
+            is_negated = error.option_name.startswith(_NEGATIONS)
+            alike = [name for name in names if name.startswith(_NEGATIONS) == is_negated]
+            near = get_close_matches(error.option_name, alike, n=1)
             hint = f" Did you mean {names[near[0]]!r}?" if near else ""
             raise click.UsageError(f"No such option {error.option_name!r}.{hint}", ctx) from error
 

@@ -14,7 +14,7 @@ from gateway.core import GatewayCore
 from gateway.exchange import Exchange
 from gateway.generation_request import GenerationRequest, Prompt
 from gateway.openai.chat_request import chat_request
-from gateway.openai.generation import generation_request
+from gateway.openai.generation_request import generation_request
 from gateway.openai.request import ChatFields, CompletionFields, GenerationOptions, parse_completion, prompts_of
 from gateway.openai.response import ChatFormat, CompletionFormat
 from gateway.reply_format import ReplyFormat

@@ -17,7 +17,7 @@ from gateway.chat.field_names import FieldNames
 from gateway.chat.tools import ToolUse
 from gateway.core import GatewayCore
 from gateway.generation_request import GenerationRequest, Prompt
-from gateway.openai.generation import generation_request
+from gateway.openai.generation_request import generation_request
 from gateway.openai.request import (
     ChatFields,
     GenerationOptions,

@@ -28,7 +28,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
         fake = SimpleNamespace(
             run=record(name),
             make_drafter=lambda settings: settings,
-            plan=lambda settings, drafts: f"a plan {'with' if drafts else 'without'} drafts",
+            plan=lambda settings, drafts, has_model: (
+                f"a plan {'with' if drafts else 'without'} drafts, {'with' if has_model else 'without'} a model"
+            ),
         )
         monkeypatch.setattr(package, "server", fake, raising=False)
         monkeypatch.setitem(sys.modules, f"{package.__name__}.server", fake)

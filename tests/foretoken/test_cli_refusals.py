@@ -49,7 +49,10 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(DEMO / "target" / name, tmp_path)
     result = CliRunner().invoke(app, [*command, str(tmp_path), "--dry-run"])
-    assert result.stdout == f"a plan {'without' if drafters == 'none' else 'with'} drafts\n  drafters   {drafters}\n"
+    drafts = "without drafts" if drafters == "none" else "with drafts"
+    # What an attached drafter runs is not known.
+    model = "with a model" if " at " in drafters else "without a model"
+    assert result.stdout == f"a plan {drafts}, {model}\n  drafters   {drafters}\n"
     assert (served, supervised) == ({}, {})
 
 
@@ -67,12 +70,35 @@ def test_names_of_vllm_are_answered_with_ours(given: str) -> None:
 
 @pytest.mark.parametrize(
     ("given", "meant"),
-    [("--max-seqs", "--max-running-requests"), ("--max-model-length", "--context-length"), ("--prt", "--port")],
+    [
+        ("--max-seqs", "--max-running-requests"),
+        ("--max-model-length", "--context-length"),
+        ("--no-prefix-caching", "--disable-radix-cache"),
+        ("--enforce-eagr", "--disable-cuda-graph"),
+        ("--prt", "--port"),
+    ],
 )
 def test_a_name_close_to_one_of_vllm_is_answered_with_ours(given: str, meant: str) -> None:
     result = CliRunner().invoke(app, ["serve", str(DEMO / "target"), given, "7"])
     assert result.exit_code == 2
     assert f"No such option '{given}'. Did you mean '{meant}'?" in result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "given"),
+    [
+        ("serve", "--enable-prefix-caching"),
+        ("serve", "--no-enforce-eager"),
+        ("gateway", "--max-model-length"),
+        ("gateway", "--max-model-len"),
+        ("drafter", "--max-num-seqs"),
+    ],
+)
+def test_no_flag_is_meant_that_does_the_opposite_or_is_not_there(command: str, given: str) -> None:
+    result = CliRunner().invoke(app, [command, str(DEMO / "target"), given, "7"])
+    assert result.exit_code == 2
+    assert f"No such option '{given}'." in result.output
+    assert not set(VLLM_NAMES.values()) & set(re.findall("--[a-z-]+", result.output))
 
 
 @pytest.mark.parametrize("plan", [("--dry-run",), ()])

@@ -96,8 +96,7 @@ def test_a_line_passes_as_typed(
     given = re.search(r"num-steps (\d+) .*eagle-topk (\d+) .*num-draft-tokens (\d+)", LINES[name])
     if given:
         levels, children, nodes = given.groups()
-        trees = f"at most {nodes} nodes; a draft model's have at most {children} children a node and {levels} level"
-        assert f"  trees      {trees}" in out
+        assert f"  trees      levels: {levels}; children of a node: up to {children}; nodes: up to {nodes}, " in out
     said = [line.partition(": ")[2].partition(":")[0] for line in err.splitlines()]
     assert len(said) == len(set(said))
     expected = {

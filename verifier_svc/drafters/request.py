@@ -120,6 +120,14 @@ class TreeBounds:
         """The most levels of a tree, for drafters with a model."""
         return min(self.num_steps or DEFAULT_STEPS, self.max_nodes - 1)
 
+    def describe(self, has_model: bool) -> str:
+        """Return the bounds as text; without a model drafter those of its trees are left out."""
+        nodes = f"nodes: up to {self.max_nodes}, with the root"
+        if not has_model:
+            return nodes
+        levels = str(self.max_depth) if self.is_fixed else f"up to {self.max_depth}"
+        return f"levels: {levels}; children of a node: up to {self.branches}; {nodes}"
+
     def most_reach(self, has_model: bool) -> int:
         """Return the largest useful reach: beyond it no more tokens can be accepted."""
         return self.max_depth if has_model else self.max_nodes - 1

@@ -49,7 +49,7 @@ class Walk(NamedTuple):
 
 
 class Walker(Protocol):
-    """Samples and walks the trees of a step, on the device where its logits are."""
+    """Samples and walks the trees of a step."""
 
     def walk(self, walks: Items[Walk], logits: torch.Tensor) -> list[WalkResult]:
         """Sample along each tree, advance the sequences' samplers, and return the tokens to commit.

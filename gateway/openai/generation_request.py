@@ -1,4 +1,4 @@
-"""Make the generation that a body of the chat and completion APIs asks for."""
+"""Make the request for a generation from a body of the chat and completion APIs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ async def generation_request(
     options: GenerationOptions,
     trace: TraceContext | None,
 ) -> GenerationRequest:
-    """Return the generation. Raises InvalidRequestError for a prediction that is too long."""
+    """Return the request. Raises InvalidRequestError for a prediction that is too long."""
     bad_token_ids = await core.texts.encode_bad_words(options.bad_words)
     return GenerationRequest(
         id=request_id,
