@@ -15,7 +15,8 @@ Sequences join and end while steps are in flight. Each turn of the loop
 
 A step with masks is launched in two halves: rows and the target's pass in 3, sampling and all after
 it in 5. The masks are computed while the pass runs. If a sequence of the next step wants a look-up,
-4 comes before that launch, and between them the host only looks up.
+4 comes before that launch, and between them the host commits the step's tokens, gives out batch
+rows and looks up.
 
 A run ends, once the steps in flight are read, when something else needs the host between two steps
 (logprobs of a prompt), a drafter attaches or detaches, blocks run out, or nothing is left to do. If
