@@ -53,6 +53,16 @@ def test_docker_and_compose_have_the_same_defaults() -> None:
             assert given.lstrip("${").rstrip("}").replace(":-", "-").split("-", 1) == [name, value]
 
 
+def test_images_of_others_are_pinned_by_digest() -> None:
+    defaults = [service["image"] for service in SERVICES.values() if not service["image"].startswith("foretoken-")]
+    defaults.append(
+        next(line for line in (ROOT / "docker" / "Dockerfile").read_text().splitlines() if "BASE_IMAGE=" in line)
+    )
+    assert len(defaults) == 5
+    for default in defaults:
+        assert re.search(r"[\w.-]:[\w.-]+@sha256:[0-9a-f]{64}}?$", default), default
+
+
 def test_compose_builds_targets_that_the_dockerfile_has() -> None:
     stages = re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE)
     assert len(set(stages)) == len(stages)
