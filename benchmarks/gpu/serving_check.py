@@ -109,12 +109,15 @@ def judge(rows: Rows, gpu: str) -> list[JudgedFigure]:
             found += _gaps(rows, WORKLOADS[name], point.name, point.concurrency)
     for point in WORKLOADS["poisson"].points:
         found += _over_plain(rows, WORKLOADS["poisson"], point.name)
+        found += _longest_gaps(rows, WORKLOADS["poisson"], point.name)
         rows.fastest("poisson", VLLM_ARMS, point.name)
     for point in WORKLOADS["prefill"].points:
         row = rows.find("prefill", "plain", point.name)
         if row is not None:
             name = f"prefill, 1,000-token prompts at {point.name}: tokens/s"
             found.append(JudgedFigure(name, row["prompt_tokens_per_s"], "at least", bars.PREFILL_TOKENS_PER_S))
+    for point in WORKLOADS["odd"].points:
+        found += _longest_gaps(rows, WORKLOADS["odd"], point.name)
     return found + _beside_odd(rows) + _starts(rows)
 
 
@@ -171,18 +174,28 @@ def _over_plain(rows: Rows, workload: ServingWorkload, point: str) -> list[Judge
 
 def _gaps(rows: Rows, workload: ServingWorkload, point: str, concurrency: int) -> list[JudgedFigure]:
     found = []
-    for arm in ("plain", *CHOOSING_ARMS):
-        row = rows.find(workload.name, arm, point) if arm in workload.arms else None
-        if row is None:
-            continue
-        if concurrency <= bars.MOST_STREAMS:
-            most = bars.PREFILL_STEP_MS + bars.GAP_SLACK_MS
-            name = f"{workload.name}, gap p99 of {arm} at {point}: ms"
-            found.append(JudgedFigure(name, row["gap_p99_ms"], "at most", most))
+    for row in _served(rows, workload, point) if concurrency <= bars.MOST_STREAMS else ():
+        most = bars.PREFILL_STEP_MS + bars.GAP_SLACK_MS
+        name = f"{workload.name}, gap p99 of {row['arm']} at {point}: ms"
+        found.append(JudgedFigure(name, row["gap_p99_ms"], "at most", most))
+    return found + _longest_gaps(rows, workload, point)
+
+
+def _longest_gaps(rows: Rows, workload: ServingWorkload, point: str) -> list[JudgedFigure]:
+    found = []
+    for row in _served(rows, workload, point):
         longest = max(row["gap_max_ms"], row["warm_up_gap_max_ms"])
-        name = f"{workload.name}, longest gap of {arm} at {point}: ms"
+        name = f"{workload.name}, longest gap of {row['arm']} at {point}: ms"
         found.append(JudgedFigure(name, longest, "at most", bars.LONGEST_GAP_MS))
     return found
+
+
+def _served(rows: Rows, workload: ServingWorkload, point: str) -> list[Row]:
+    """Return the rows of arms that have bars for gaps: a fixed shape only where all arms are."""
+    own = [arm for arm in workload.arms if ARMS[arm].engine == "foretoken"]
+    arms = [arm for arm in own if not ARMS[arm].is_fixed] or own
+    found = [rows.find(workload.name, arm, point) for arm in arms]
+    return [row for row in found if row is not None]
 
 
 def _beside_odd(rows: Rows) -> list[JudgedFigure]:
