@@ -315,7 +315,8 @@ def drafter_settings(given: Given, spec: DrafterSpec, address: str) -> DrafterSe
             values["speculative_draft_model_path"] = hub.resolve(spec.model).resolve()
     if spec.token_map is not None:
         with at_fault(_drafter_option(given, "token_map")):
-            values["speculative_token_map"] = hub.resolve_file(str(spec.token_map)).resolve()
+            # Not resolved: the hub's cache links to files without extensions, which say the format.
+            values["speculative_token_map"] = hub.resolve_file(str(spec.token_map)).absolute()
     if not spec.coupled_noise:
         values["disable_coupled_noise"] = True
     # The other flags that drafters share with the verifier are the verifier's only.

@@ -17,6 +17,7 @@ from foretoken import cli, launch_server
 from foretoken.free_ports import free_ports
 from tests.integration.stack import ENVIRONMENT, Stack
 from tests.support.deployments import Targets
+from tests.support.fake_hub import running_hub
 
 # By name: M, D and others stand for folders; the prefix is ours or SGLang's command.
 EAGLE = "--model M --speculative-algorithm EAGLE --speculative-draft-model-path D --speculative-num-steps 3"
@@ -105,6 +106,22 @@ def test_a_line_passes_as_typed(
         if flag in LINES[name]
     }
     assert expected <= set(said)
+
+
+def test_a_token_map_comes_from_the_hub(folders: dict[str, str], tmp_path: Path) -> None:
+    """SGLang's own example names a file of a repository on the hub: that one file is fetched."""
+    places = folders | {"MAP": "org/fr-spec/freq_32768.pt"}
+    files = {name: Path(folders["MAP"]).read_bytes() for name in ("freq_32768.pt", "freq_16384.pt")}
+    with running_hub({"org/fr-spec": files}) as hub:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "foretoken.launch_server", *words(LINES["FR-Spec"], places), "--dry-run"],
+            env=hub.environment(tmp_path / "cache"),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+    assert "drafters   eagle (EAGLE, process)\n" in done.stdout
+    assert {path for path in hub.paths if "/resolve/" in path} == {"/org/fr-spec/resolve/main/freq_32768.pt"}
 
 
 @contextmanager
