@@ -89,6 +89,22 @@ async def test_answers_that_clients_send_back_are_taken(stack: Stack) -> None:
     assert answer.status_code == 200
 
 
+async def test_a_turn_with_an_empty_list_of_calls_is_one_without_calls(
+    settings: GatewaySettings, tmp_path: Path
+) -> None:
+    """Clients send ``tool_calls: []``; templates ask whether the field is there."""
+    template = "{% for m in messages %}{{ m.role }}{{ ' calls' if 'tool_calls' in m }}: {{ m.content }}\n{% endfor %}"
+    folder = train_tokenizer(tmp_path / "calls", chat_template=template)
+    settings = settings.model_copy(update={"model": folder})
+    async for stack in run_stack(settings, Tokenizer(folder), tmp_path / "v.sock"):
+        turn: dict[str, object] = {"role": "assistant", "content": "hello"}
+        for said in (turn, {**turn, "tool_calls": []}, {**turn, "tool_calls": None}):
+            answer = await stack.http.post(URL, json={"messages": [*HELLO["messages"], said, *HELLO["messages"]]})
+            assert answer.status_code == 200, (said, answer.text)
+        expected = stack.ids("user: hi\nassistant: hello\nuser: hi\n")
+        assert [list(each.prompt_token_ids) for each in stack.verifier.submitted] == [expected] * 3
+
+
 async def test_model_without_a_template_says_which_flag_to_use(settings: GatewaySettings, tmp_path: Path) -> None:
     folder = train_tokenizer(tmp_path / "plain", chat_template=None)
     settings = settings.model_copy(update={"model": folder})
