@@ -86,6 +86,17 @@ def test_every_service_is_locked_down(name: str) -> None:
     assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
 
 
+@pytest.mark.parametrize("name", ["gateway", "gateway-gpu"])
+def test_a_gateway_on_all_addresses_has_keys_or_says_it_has_none(name: str) -> None:
+    """Without one of these flags it refuses to start on an address that others reach."""
+    command = SERVICES[name]["command"]
+    assert "--host=0.0.0.0" in command
+    flags = {word.split("=")[0] for word in command}
+    assert flags & {"--insecure", "--api-key", "--api-key-file"}
+    # Only loopback may reach a gateway without keys.
+    assert "--insecure" not in flags or all(port.startswith("127.0.0.1:") for port in SERVICES[name]["ports"])
+
+
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_profile_has_what_its_services_depend_on_and_one_service_at_each_socket(profile: str) -> None:
     services = {name: service for name, service in SERVICES.items() if profile in service["profiles"]}
