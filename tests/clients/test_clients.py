@@ -55,6 +55,7 @@ CLIENTS = (
     Client("guidellm_load", ("torch", "guidellm")),
     Client("aiperf_load", ("aiperf",)),
     Client("engine_benchmarks", IMPORTED_BY_ENGINES, ("vllm", "sglang")),
+    Client("grpc_reflection_client", ("grpcio", "grpcio-reflection")),
 )
 JAVASCRIPT = ("openai", "ai", "@ai-sdk/openai-compatible", "zod")
 
@@ -70,7 +71,8 @@ def run_script(stack: Stack, command: list[str], folder: Path, **variables: str)
 
     Raises AssertionError with what it printed if it fails.
     """
-    given = {"FORETOKEN_URL": stack.url, "FORETOKEN_MODEL": "demo", "FORETOKEN_TOKENIZER": str(DEMO)}
+    given = {"FORETOKEN_URL": stack.url, "FORETOKEN_GRPC_ADDRESS": f"127.0.0.1:{stack.grpc_port}"}
+    given |= {"FORETOKEN_MODEL": "demo", "FORETOKEN_TOKENIZER": str(DEMO)}
     variables = {key: value for key, value in ENVIRONMENT.items() if key != "PYTHONPATH"} | given | variables
     done = subprocess.run(
         command,

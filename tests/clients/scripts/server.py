@@ -9,6 +9,7 @@ from typing import Any
 
 URL = os.environ["FORETOKEN_URL"]
 BASE_URL = f"{URL}/v1"
+GRPC_ADDRESS = os.environ["FORETOKEN_GRPC_ADDRESS"]
 MODEL = os.environ["FORETOKEN_MODEL"]
 TOKENIZER = os.environ["FORETOKEN_TOKENIZER"]
 KEY = "none"
