@@ -149,7 +149,7 @@ def launched(line: list[str], log: Path) -> Iterator[Stack]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["FR-Spec", "MTP", "LOOKAHEAD"])
+@pytest.mark.parametrize("name", LINES)
 def test_a_line_starts_and_answers(name: str, folders: dict[str, str], tmp_path: Path) -> None:
     """The answer has what SGLang's speed test divides: completion tokens and latency."""
     line = [word for word in words(LINES[name], folders) if not word.startswith("--port")]
