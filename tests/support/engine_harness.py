@@ -268,12 +268,16 @@ class Harness:
         self.engine.send(Abort(key, kept_tokens))
 
     def step(self) -> None:
-        """Run one step, take its events into ``results``, and check that offsets leave no gap."""
+        """Run one step, and take its events into ``results``."""
         before = self._progress()
         self.engine.run_step()
         self.num_steps += 1
         self._num_vain = self._num_vain + 1 if self._progress() == before and not self.engine.is_idle else 0
         assert self._num_vain < MOST_VAIN_STEPS, "the engine turns in vain"
+        self.take_events()
+
+    def take_events(self) -> None:
+        """Take what the engine has published into ``results``; check that offsets leave no gap."""
         for event in self.outbox.take():
             result = self.results[event.key]
             match event:
