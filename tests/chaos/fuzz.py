@@ -2,7 +2,8 @@
 must not do: python -m tests.chaos.fuzz.
 
 A request may be refused. It must not end in an internal error, nor in an error that is not in the
-shape of its API. docs/chaos.md has the command and figures.
+shape of its API. After the run, fixed requests must have the answers that they had before it.
+docs/chaos.md has the command and figures.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import grpc
 import httpx
 import psutil
 
-from tests.support.fuzzed_requests import GENERATE_RPC, FuzzedRequests, RestRequest, RpcRequest
+from tests.support.fuzzed_requests import ENDLESS_RPC, FuzzedRequests, RestRequest, RpcRequest
 
 CONCURRENCY = 16
 # One in so many requests is an RPC.
@@ -30,6 +31,21 @@ TIMEOUT_S = 120.0
 SHOWN_EVERY = 10_000
 # Statuses of a server that is busy, or whose model takes too long; 529 is Anthropic's.
 _BUSY = (503, 504, 529)
+# The server is busy, or the key has used up its limit: a fixed request is sent again.
+_AGAIN = (429, *_BUSY)
+AGAIN_S = 1.0
+_FIXED = {"prompt": "def read_json(path):\n", "max_tokens": 64, "ignore_eos": True, "return_token_ids": True}
+FIXED_REQUESTS: dict[str, dict[str, Any]] = {
+    f"{sampling}, {'drafts' if speculates else 'no drafts'}": {
+        **_FIXED,
+        **fields,
+        "speculative": {"enabled": speculates},
+    }
+    for sampling, fields in (("greedy", {"temperature": 0}), ("seeded", {"temperature": 0.8, "seed": 7}))
+    for speculates in (True, False)
+}
+# Python's client then gives INTERNAL instead of the status that the server sent: grpc issue 36066.
+_WRITE_FAILED = 'Failed "execute_batch"'
 _FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
 
 
@@ -81,15 +97,49 @@ def _is_error(path: str, content: bytes) -> bool:
 
 
 async def send_rpc(channel: grpc.aio.Channel, request: RpcRequest, outcomes: Outcomes) -> None:
-    """Make one call of Generate and count its end."""
-    code, details = grpc.StatusCode.OK, ""
-    call = channel.unary_stream(GENERATE_RPC)
+    """Make one call and count its end."""
+    method: Any
+    messages: Any
+    if len(request.messages) == 1:
+        method, (messages,) = channel.unary_stream(request.path), request.messages
+    else:
+        method, messages = channel.stream_stream(request.path), iter(request.messages)
+    call = method(messages, metadata=request.metadata, timeout=TIMEOUT_S)
+    outcome, fault = "OK", ""
     try:
-        async for _ in call(request.message, metadata=request.metadata, timeout=TIMEOUT_S):
-            pass
+        async for _ in call:
+            if request.path == ENDLESS_RPC:
+                call.cancel()
+                break
     except grpc.aio.AioRpcError as error:
-        code, details = error.code(), error.details() or ""
-    outcomes.add(f"gRPC {code.name}", f"{code.name} {details}: {request!r}" if code in _FAULTS else "")
+        outcome = error.code().name
+        if _WRITE_FAILED in (error.debug_error_string() or ""):
+            outcome = "ended before all messages were sent"
+        elif error.code() in _FAULTS:
+            fault = f"{outcome} {error.details()}: {request!r}"
+    outcomes.add(f"gRPC {outcome}", fault)
+
+
+class FixedAnswerError(Exception):
+    """A fixed request was refused before the run."""
+
+
+async def fixed_answers(client: httpx.AsyncClient, key: str = "") -> dict[str, str]:
+    """Return the choices of every fixed request as JSON, or the error, by the request's name."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    answers = {}
+    for name, body in FIXED_REQUESTS.items():
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            answer = await client.post("/v1/completions", json=body, headers=headers)
+            if answer.status_code not in _AGAIN or time.monotonic() > deadline:
+                break
+            await asyncio.sleep(AGAIN_S)
+        if answer.status_code == 200:
+            answers[name] = json.dumps(answer.json()["choices"])
+        else:
+            answers[name] = f"status {answer.status_code}: {answer.text}"
+    return answers
 
 
 async def fuzz(
@@ -104,8 +154,10 @@ async def fuzz(
 ) -> Outcomes:
     """Send requests from a seed, several at once.
 
-    Most show a key that their path needs, if it is given.
+    Most show a key that their path needs, if it is given. The first key is that of the fixed
+    requests. Raises FixedAnswerError if one is refused before the run.
     """
+    key = keys[0] if keys else ""
     requests, outcomes = FuzzedRequests(seed, keys, operator_key), Outcomes()
     numbers = iter(range(num_requests))
     limits = httpx.Limits(max_connections=CONCURRENCY)
@@ -113,6 +165,10 @@ async def fuzz(
         httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False, limits=limits) as client,
         grpc.aio.insecure_channel(grpc_address, options=(("grpc.enable_http_proxy", 0),)) as channel,
     ):
+        before = await fixed_answers(client, key)
+        refused = [f"{name}: {answer}" for name, answer in before.items() if answer.startswith("status ")]
+        if refused:
+            raise FixedAnswerError("\n".join(refused))
 
         async def work() -> None:
             for number in numbers:
@@ -127,6 +183,11 @@ async def fuzz(
         async with asyncio.TaskGroup() as group:
             for _ in range(CONCURRENCY):
                 group.create_task(work())
+        after = await fixed_answers(client, key)
+    for name, answer in after.items():
+        is_same = answer == before[name]
+        fault = "" if is_same else f"{name}: another answer after the run: {answer}, before it {before[name]}"
+        outcomes.add(f"fixed answer {'kept' if is_same else 'changed'}", fault)
     return outcomes
 
 
@@ -147,7 +208,9 @@ def main() -> int:
     parser.add_argument("--grpc", default="127.0.0.1:50051")
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--key", action="append", default=[], help="a client's key; repeatable")
+    parser.add_argument(
+        "--key", action="append", default=[], help="a client's key; repeatable; fixed requests show the first"
+    )
     parser.add_argument("--operator-key", default="")
     parser.add_argument("--pid", type=int, help="foretoken serve's; shows the memory of its processes")
     given = parser.parse_args()
@@ -158,17 +221,20 @@ def main() -> int:
             memory = memory_line(given.pid) if given.pid else ""
             print(f"{number} requests in {time.monotonic() - began:.0f} s {memory}", flush=True)
 
-    outcomes = asyncio.run(
-        fuzz(
-            given.url,
-            given.grpc,
-            seed=given.seed,
-            num_requests=given.requests,
-            keys=given.key,
-            operator_key=given.operator_key,
-            on_count=show,
-        )
+    run = fuzz(
+        given.url,
+        given.grpc,
+        seed=given.seed,
+        num_requests=given.requests,
+        keys=given.key,
+        operator_key=given.operator_key,
+        on_count=show,
     )
+    try:
+        outcomes = asyncio.run(run)
+    except FixedAnswerError as error:
+        print(f"a fixed request was refused before the run:\n{error}")
+        return 1
     print(f"{given.requests} requests of seed {given.seed} in {time.monotonic() - began:.0f} s")
     for name, count in sorted(outcomes.counts.items()):
         print(f"{count:8d} {name}")

@@ -9,10 +9,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.access.routes import ROUTES
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from gateway.access.routes import ROUTES, RPCS, Who
 from protos import common_pb2, gateway_pb2
 
 GENERATE_RPC = "/foretoken.gateway.v1.GatewayService/Generate"
+REFLECTION_RPC = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+# Sends a status whenever it changes, until the client hangs up.
+ENDLESS_RPC = "/grpc.health.v1.Health/Watch"
+PUBLIC_RPCS = [rpc.path for rpc in RPCS if rpc.who is not Who.SERVICE]
+# The gateway serves none of them.
+OTHER_RPCS = [
+    "/foretoken.verifier.v1.VerifierService/GetInfo",
+    "/foretoken.gateway.v1.GatewayService/None",
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+    "/x",
+]
+SERVICES = ["", "foretoken.gateway.v1.GatewayService", "grpc.health.v1.Health", "foretoken.gateway.v1.Chunk", "x"]
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 # A valid body for each path, with fields that are then changed.
@@ -127,7 +142,10 @@ class RestRequest:
 
 @dataclass(frozen=True, slots=True)
 class RpcRequest:
-    message: bytes
+    """A call. One without a stream of requests may still have none or several."""
+
+    path: str
+    messages: tuple[bytes, ...]
     metadata: tuple[tuple[str, str], ...] = ()
 
 
@@ -158,7 +176,85 @@ class FuzzedRequests:
         return RestRequest("POST", path, content, self._headers(path))
 
     def rpc(self) -> RpcRequest:
-        """Return a call of Generate, whose bytes may be no message."""
+        """Return a call, of Generate in half of the cases; its bytes may be no message."""
+        draw = self._random
+        path = GENERATE_RPC if draw.random() < 0.5 else draw.choice([*PUBLIC_RPCS, draw.choice(OTHER_RPCS)])
+        usual = draw.randrange(1, 5) if path == REFLECTION_RPC else 1
+        count = draw.choice([0, 2]) if draw.random() < 0.05 else usual
+        messages = [self._message(path) for _ in range(count)]
+        return RpcRequest(path, tuple(messages), tuple(self._key().items()))
+
+    def _message(self, path: str) -> bytes:
+        draw = self._random
+        if path == GENERATE_RPC:
+            data = self._generation()
+        elif path == REFLECTION_RPC:
+            data = self._question()
+        else:
+            # GetModel and List have no fields: this one is unknown to them.
+            data = health_pb2.HealthCheckRequest(service=self._service()).SerializeToString()
+        return self._broken(data) if draw.random() < 0.15 else data
+
+    def _question(self) -> bytes:
+        """Return a message for reflection."""
+        draw = self._random
+        message = reflection_pb2.ServerReflectionRequest(host=draw.choice(["", "fuzz"]))
+        match draw.randrange(6):
+            case 0:
+                message.file_by_filename = draw.choice(["protos/gateway.proto", "grpc/health/v1/health.proto", "x"])
+            case 1:
+                message.file_containing_symbol = self._service()
+            case 2:
+                message.file_containing_extension.containing_type = self._service()
+                message.file_containing_extension.extension_number = draw.choice([0, 1, -1, 2**31 - 1])
+            case 3:
+                message.all_extension_numbers_of_type = self._service()
+            case 4:
+                message.list_services = self._service()
+        return bytes(message.SerializeToString())
+
+    def _service(self) -> str:
+        return self._random.choice(SERVICES) if self._random.random() < 0.8 else self._utf8()
+
+    def _utf8(self) -> str:
+        """Return a text that protobuf takes: one without halves of surrogates."""
+        return self._text().encode("utf-8", "replace").decode()
+
+    def _generation(self) -> bytes:
+        """Return a message for Generate."""
+        draw = self._random
+        message = gateway_pb2.GenerateRequest(
+            sampling=self._sampling(), request_id=draw.choice(["", "fuzz", "é", "x" * 200])
+        )
+        if draw.random() < 0.6:
+            message.token_ids.ids.extend(draw.choices([0, 1, 5, 7, 300], k=draw.randrange(1, 6)))
+        elif draw.random() < 0.8:
+            message.text = self._utf8()
+        if draw.random() < 0.2:
+            message.n = draw.choice([0, 1, 2, 17, 2**31])
+        if draw.random() < 0.2:
+            message.stop.extend(self._utf8() for _ in range(draw.randrange(7)))
+        if draw.random() < 0.1:
+            message.model = draw.choice(["", "other"])
+        self._add_extras(message)
+        return message.SerializeToString()
+
+    def _add_extras(self, message: gateway_pb2.GenerateRequest) -> None:
+        draw = self._random
+        if draw.random() < 0.2:
+            message.speculation.enabled = draw.choice([True, False])
+            message.speculation.drafter = draw.choice(["", "auto", "merge", "ngram", "x+x", self._utf8()])
+            message.speculation.max_draft_tokens = draw.choice([0, 1, 7, 2**32 - 1])
+        if draw.random() < 0.2:
+            message.bad_words.extend(self._utf8() for _ in range(draw.randrange(4)))
+        if draw.random() < 0.2:
+            message.prediction_text = self._utf8()
+        if draw.random() < 0.2:
+            message.truncate_prompt_tokens = draw.choice([-1, 0, 1, 2**31 - 1, -(2**31)])
+        if draw.random() < 0.2:
+            message.priority = draw.choice([0, 1, -1, 2**31 - 1, -(2**31)])
+
+    def _sampling(self) -> common_pb2.SamplingParams:
         draw = self._random
         sampling = common_pb2.SamplingParams(max_tokens=draw.choice([0, 1, 3, 2**31]))
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"):
@@ -168,19 +264,7 @@ class FuzzedRequests:
             sampling.seed = draw.choice([0, -1, 2**63 - 1])
         if draw.random() < 0.2:
             sampling.stop_token_ids.extend(draw.choices([0, 1, 5, 2**32 - 1], k=draw.randrange(70)))
-        message = gateway_pb2.GenerateRequest(sampling=sampling, request_id=draw.choice(["", "fuzz", "é", "x" * 200]))
-        if draw.random() < 0.6:
-            message.token_ids.ids.extend(draw.choices([0, 1, 5, 7, 300], k=draw.randrange(1, 6)))
-        elif draw.random() < 0.8:
-            message.text = self._text().encode("utf-8", "replace").decode()
-        if draw.random() < 0.2:
-            message.n = draw.choice([0, 1, 2, 17, 2**31])
-        if draw.random() < 0.2:
-            message.stop.extend(self._text().encode("utf-8", "replace").decode() for _ in range(draw.randrange(7)))
-        if draw.random() < 0.1:
-            message.model = draw.choice(["", "other"])
-        data = message.SerializeToString()
-        return RpcRequest(self._broken(data) if draw.random() < 0.15 else data, tuple(self._key().items()))
+        return sampling
 
     def _change(self, body: dict[str, Any]) -> None:
         draw = self._random
