@@ -1,6 +1,7 @@
 """``make chaos``: anything may die, and no client may notice more than a pause.
 
     python -m tests.chaos --seconds 60 --seed 1 [--processes verifier,drafter] [--json FILE] [--bars]
+    python -m tests.chaos --device cuda --seconds 60 -- --mps off
     python -m tests.chaos --seed 1 --only 17
 
 It starts ``foretoken serve`` on the demo model and sends every request of a pool once undisturbed.
@@ -26,6 +27,7 @@ import uvloop
 from tests.chaos import report, resources
 from tests.chaos.answer import Answer
 from tests.chaos.client import Record
+from tests.chaos.device import DEVICES, Device
 from tests.chaos.killer import Killer
 from tests.chaos.load import Judge, Load, ask_each
 from tests.chaos.report import Run
@@ -34,8 +36,6 @@ from tests.chaos.schedule import DRAFTERS, Process, Strike, draw_schedule, num_d
 from tests.chaos.stack import MODEL, Stack, StackError
 from tests.chaos.watcher import Watcher
 
-NUM_CLIENTS = 12
-ATTACHED_WITHIN_S = 30.0
 LEAST_REQUESTS, MOST_REQUESTS = 48, 150
 
 
@@ -55,15 +55,17 @@ def main() -> None:
 
 async def _chaos(options: argparse.Namespace) -> bool:
     """Run the chaos; return whether anything is wrong."""
-    strikes = [strike for strike in draw_schedule(options.seconds, options.seed) if strike.process in options.processes]
+    device: Device = options.device
+    drawn = draw_schedule(options.seconds, options.seed, device.seconds_per_death)
+    strikes = [strike for strike in drawn if strike.process in options.processes]
     count = min(max(round(options.seconds), LEAST_REQUESTS), MOST_REQUESTS)
     requests = draw_requests(count, options.seed, Material.load(MODEL, options.seed))
     began = time.monotonic()
-    stack = await Stack.start(_flags(strikes))
+    stack = await Stack.start(device, _flags(options, strikes))
     try:
         async with Watcher(stack.verifier_address).running() as watcher:
-            if not await watcher.wait_attached(ATTACHED_WITHIN_S):
-                raise StackError(f"the drafter was not attached within {ATTACHED_WITHIN_S:g} s:\n{stack.log_tail()}")
+            if not await watcher.wait_attached(device.attached_s):
+                raise StackError(f"no drafters were attached within {device.attached_s:g} s:\n{stack.log_tail()}")
             _say(f"ready after {time.monotonic() - began:.0f} s; asking {count} requests undisturbed")
             requests, expected = await _ask_undisturbed(stack, requests, options.seed)
             run = await _disturb(stack, watcher, requests, expected, strikes, options)
@@ -86,14 +88,14 @@ async def _ask_undisturbed(
     stack: Stack, requests: Sequence[Request], seed: int
 ) -> tuple[list[Request], dict[int, Answer]]:
     """Return the requests, now with stop strings that match, and their answers."""
-    records = await ask_each(stack.url, stack.grpc_address, requests, NUM_CLIENTS)
+    records = await ask_each(stack.url, stack.grpc_address, requests, stack.device.num_clients)
     _check_undisturbed(records.values())
     final = [
         with_stop(request, records[request.number].answer, seed) if request.wants_stop else request
         for request in requests
     ]
     changed = [request for request in final if request.wants_stop]
-    again = await ask_each(stack.url, stack.grpc_address, changed, NUM_CLIENTS)
+    again = await ask_each(stack.url, stack.grpc_address, changed, stack.device.num_clients)
     _check_undisturbed(again.values())
     return final, {number: record.answer for number, record in (records | again).items()}
 
@@ -124,13 +126,14 @@ async def _disturb(
         failures.append(f"not idle before the first strike: {sample}, {num_in_gateway:g} requests in the gateway")
     before, epochs_before = resources.holdings(stack), dict(watcher.epochs)
     acceptance_before = watcher.acceptance()
-    killer = Killer(stack, watcher, strikes)
-    judge = Judge(expected, options.seed, killer.excuses)
-    load = Load(stack.url, stack.grpc_address, requests, judge, options.seed, killer.gateway_up)
-    _say(f"{len(strikes)} strikes in {options.seconds:g} s, {NUM_CLIENTS} clients")
+    device = stack.device
+    killer = Killer(stack, watcher, strikes, device.recovery_s)
+    judge = Judge(expected, options.seed, killer.excuses, device.name)
+    load = Load(stack.url, stack.grpc_address, requests, judge, options.seed, killer.gateway_up, device.patience_s)
+    _say(f"{len(strikes)} strikes in {options.seconds:g} s, {device.num_clients} clients")
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as group:
-        group.create_task(load.run(NUM_CLIENTS, stop))
+        group.create_task(load.run(device.num_clients, stop))
         until = asyncio.create_task(asyncio.sleep(options.seconds))
         await killer.run()
         await until
@@ -154,6 +157,8 @@ async def _disturb(
         holdings_before=before,
         holdings=after,
         num_tracebacks=0,
+        device=device.name,
+        steps=watcher.steps(epochs_before),
         leaks=leaks,
         failures=failures + killer.failures,
     )
@@ -162,7 +167,7 @@ async def _disturb(
 async def _replay(options: argparse.Namespace) -> bool:
     """Send one request of the pool alone, undisturbed; print it and its answer."""
     requests = draw_requests(options.only + 1, options.seed, Material.load(MODEL, options.seed))[-1:]
-    stack = await Stack.start(_flags([]))
+    stack = await Stack.start(options.device, _flags(options, []))
     try:
         (request,), answers = await _ask_undisturbed(stack, requests, options.seed)
         await stack.stop()
@@ -172,12 +177,12 @@ async def _replay(options: argparse.Namespace) -> bool:
     return False
 
 
-def _flags(strikes: Sequence[Strike]) -> list[str]:
+def _flags(options: argparse.Namespace, strikes: Sequence[Strike]) -> list[str]:
     """Return flags of ``foretoken serve`` with which every stream survives all ``strikes``."""
-    return ["--resume-attempts", str(num_deaths(strikes, "verifier") + 10), "--verifier-wait", "120"]
+    return [*options.device.serve_flags(num_deaths(strikes, "verifier")), *options.serve_flags]
 
 
-def _parse() -> argparse.Namespace:
+def _parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="how long processes are struck (default 60)")
     parser.add_argument("--seed", type=int, default=1, help="of requests, schedule and clients (default 1)")
@@ -187,10 +192,31 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--only", type=int, metavar="NUMBER", help="ask one request undisturbed and print its answer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--bars", action="store_true", help="fail if the median waits after deaths miss their bars")
-    options = parser.parse_args()
+    parser.add_argument(
+        "--device",
+        type=_device,
+        default="cpu",
+        metavar="{" + ",".join(DEVICES) + "}",
+        help="where the models run; cuda: 16 clients, fewer deaths, longer times (default cpu)",
+    )
+    parser.add_argument("--clients", type=int, metavar="NUMBER", help="clients at the same time (default by device)")
+    parser.add_argument("serve_flags", nargs="*", metavar="FLAG", help="after --: more flags of foretoken serve")
+    options = parser.parse_args(arguments)
     if options.seconds <= 0:
         parser.error("--seconds must be positive")
+    if options.bars and options.device.name != "cpu":
+        parser.error("--bars: there are bars for a CPU only")
+    if options.clients is not None:
+        if options.clients <= 0:
+            parser.error("--clients must be positive")
+        options.device = dataclasses.replace(options.device, num_clients=options.clients)
     return options
+
+
+def _device(name: str) -> Device:
+    if name not in DEVICES:
+        raise argparse.ArgumentTypeError(f"{name}: expected {' or '.join(DEVICES)}")
+    return DEVICES[name]
 
 
 def _processes(text: str) -> tuple[str, ...]:

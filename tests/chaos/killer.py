@@ -18,8 +18,6 @@ from tests.chaos.stack import Stack, answers
 from tests.chaos.watcher import Watcher
 
 POLL_S = 0.1
-# A stack that has not recovered after so long has failed; the run goes on without it.
-RECOVERY_S = 60.0
 # Clients cannot rely on any order in which its listening socket comes and goes.
 OUTAGE_GRACE_S = 1.0
 
@@ -54,8 +52,10 @@ class Blow:
 class Killer:
     """Runs a lane for each process, strike after strike; lanes run side by side."""
 
-    def __init__(self, stack: Stack, watcher: Watcher, strikes: Sequence[Strike]) -> None:
+    def __init__(self, stack: Stack, watcher: Watcher, strikes: Sequence[Strike], recovery_s: float) -> None:
+        """``recovery_s``: a stack that needs longer has failed; the run goes on without it."""
         self._stack = stack
+        self._recovery_s = recovery_s
         self._watcher = watcher
         self._strikes = strikes
         self.blows: list[Blow] = []
@@ -110,11 +110,11 @@ class Killer:
             watcher, address = self._watcher, self._stack.drafter_address(process)
             # Without a verifier there is nothing to prove yet; its return will prove it.
             await self._until(lambda: watcher.latest is None or not watcher.owes_proof, "speculation did not come back")
-            deadline = time.monotonic() + RECOVERY_S
+            deadline = time.monotonic() + self._recovery_s
             probe = GrpcProbe(address, DRAFTER_HEALTH_NAME)
             while not await probe.is_ready():
                 if time.monotonic() > deadline:
-                    self.failures.append(f"the {process} did not come back within {RECOVERY_S:g} s")
+                    self.failures.append(f"the {process} did not come back within {self._recovery_s:g} s")
                     break
                 await asyncio.sleep(POLL_S)
             await probe.close()
@@ -151,7 +151,7 @@ class Killer:
     async def _await_end(self, blow: Blow, target: psutil.Process) -> None:
         """Wait for the end. A stopped verifier must be replaced; a stopped drafter is killed."""
         strike = blow.strike
-        limit_s = strike.pause_s if strike.process in DRAFTERS and strike.action == "stop" else RECOVERY_S
+        limit_s = strike.pause_s if strike.process in DRAFTERS and strike.action == "stop" else self._recovery_s
         deadline = time.monotonic() + limit_s
         while _is_alive(target):
             if time.monotonic() > deadline and not blow.forced:
@@ -185,11 +185,11 @@ class Killer:
             await asyncio.sleep(POLL_S)
 
     async def _until(self, condition: Callable[[], bool], failure: str) -> None:
-        deadline = time.monotonic() + RECOVERY_S
+        deadline = time.monotonic() + self._recovery_s
         while not condition():
             self._stack.check_alive()
             if time.monotonic() > deadline:
-                self.failures.append(f"{failure} within {RECOVERY_S:g} s")
+                self.failures.append(f"{failure} within {self._recovery_s:g} s")
                 # Report a failure once.
                 self._watcher.owes_proof = False
                 return

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tests.chaos.answer import Answer, Difference, differences, prefix_differences
-from tests.chaos.client import POLITE, Client, Manner, Record
+from tests.chaos.client import PATIENCE_S, POLITE, Client, Manner, Record
 from tests.chaos.requests import Request
 
 DROP_SHARE = 0.1
@@ -49,12 +49,20 @@ class Tally:
 class Judge:
     """Compares records with the undisturbed answers, by request number."""
 
-    def __init__(self, expected: Mapping[int, Answer], seed: int, excuses: Callable[[float, float], bool]) -> None:
+    def __init__(
+        self,
+        expected: Mapping[int, Answer],
+        seed: int,
+        excuses: Callable[[float, float], bool],
+        device: str = "cpu",
+    ) -> None:
         """Make a judge.
 
         ``seed``: the requests' seed. ``excuses``: whether a gateway's death may have broken a
-        connection used between two times.
+        connection used between two times. ``device``: where the models run, for the line that
+        says how to replay a request.
         """
+        self._device = device
         self._expected = expected
         self._seed = seed
         self._excuses = excuses
@@ -96,17 +104,26 @@ class Judge:
 
     def _replay(self, record: Record) -> str:
         body = json.dumps(record.request.body, ensure_ascii=False)
-        return f"  replay with --seed {self._seed} --only {record.request.number}; it was {body}"
+        return (
+            f"  replay with --device {self._device} --seed {self._seed} --only {record.request.number}; it was {body}"
+        )
 
 
 class Load:
     """Several clients that draw from one queue of requests until they are stopped."""
 
     def __init__(
-        self, url: str, grpc_address: str, requests: Sequence[Request], judge: Judge, seed: int, may_send: asyncio.Event
+        self,
+        url: str,
+        grpc_address: str,
+        requests: Sequence[Request],
+        judge: Judge,
+        seed: int,
+        may_send: asyncio.Event,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         """Make clients; ``may_send`` is unset while there is no gateway to send to."""
-        self._url, self._grpc_address = url, grpc_address
+        self._url, self._grpc_address, self._patience_s = url, grpc_address, patience_s
         self._judge = judge
         self._may_send = may_send
         self._row = _endless(requests, random.Random(f"load {seed}"))
@@ -118,7 +135,7 @@ class Load:
                 group.create_task(self._work(stop))
 
     async def _work(self, stop: asyncio.Event) -> None:
-        client = Client(self._url, self._grpc_address)
+        client = Client(self._url, self._grpc_address, self._patience_s)
         try:
             while not stop.is_set():
                 request, manner = next(self._row)

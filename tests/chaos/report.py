@@ -41,6 +41,9 @@ class Run:
     holdings_before: dict[Process, Holding]
     holdings: dict[Process, Holding]
     num_tracebacks: int
+    device: str
+    # Steps, and overlapped ones among them.
+    steps: tuple[int, int]
     stop_s: float | None = None
     leaks: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -80,6 +83,8 @@ class Run:
             found.append(f"{self.tally.num_server_errors} answers with a status of 500 or more")
         if not self.tally.num_tokens_compared:
             found.append("no token was compared")
+        if self.device == "cuda" and not self.steps[1]:
+            found.append(f"none of {self.steps[0]} steps overlapped")
         if not self.num_proofs and any(self.num_scheduled.get(name) for name in ("verifier", *DRAFTERS)):
             found.append("no draft was accepted after any death")
         return found
@@ -123,6 +128,7 @@ def to_json(run: Run, faults: Sequence[str]) -> str:
     value: dict[str, Any] = {
         "seconds": run.seconds,
         "seed": run.seed,
+        "device": run.device,
         "took_s": run.took_s,
         "num_distinct_requests": run.num_requests,
         "scheduled_deaths": run.num_scheduled,
@@ -134,6 +140,7 @@ def to_json(run: Run, faults: Sequence[str]) -> str:
         "waits_s": {name.strip(): dataclasses.asdict(waits) for name, waits in run.waits().items()},
         "drafted_and_accepted_before": run.acceptance_before,
         "drafted_and_accepted": run.acceptance,
+        "steps_and_overlapped": run.steps,
         "speculation_came_back": run.num_proofs,
         "verifier_at_end": None if run.last_sample is None else dataclasses.asdict(run.last_sample),
         "holdings_before": {name: dataclasses.asdict(item) for name, item in run.holdings_before.items()},
@@ -147,7 +154,9 @@ def to_json(run: Run, faults: Sequence[str]) -> str:
 
 def _struck(run: Run) -> list[str]:
     counts = collections.Counter((blow.strike.process, _name(blow)) for blow in run.blows)
-    lines = [f"Seed {run.seed}, {run.seconds:g} s asked for, {run.took_s:.0f} s taken. What was struck:"]
+    lines = [
+        f"Seed {run.seed}, on {run.device}, {run.seconds:g} s asked for, {run.took_s:.0f} s taken. What was struck:"
+    ]
     lines += [f"  {process:<10} {name:<44} {count:4}" for (process, name), count in sorted(counts.items())]
     deaths = [
         f"{run.deaths(process)} {process} ({scheduled} scheduled)" for process, scheduled in run.num_scheduled.items()
@@ -179,6 +188,7 @@ def _speculation(run: Run) -> list[str]:
     return [
         "Speculation",
         f"  drafts accepted before: {_share(run.acceptance_before)}; between deaths: {_share(run.acceptance)}",
+        f"  {run.steps[1]} of {run.steps[0]} steps overlapped",
         f"  accepted drafts seen again after {run.num_proofs} deaths or chains of deaths of verifier or drafter",
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,10 +13,7 @@ Process = Literal["verifier", "drafter", "head", "gateway", "supervisor"]
 DRAFTERS: dict[Process, str] = {"drafter": "ngram", "head": "eagle3"}
 # kill: SIGKILL. stop: SIGSTOP for good; its watcher must replace it. pause: SIGSTOP, SIGCONT later.
 Action = Literal["kill", "stop", "pause"]
-SECONDS_PER_VERIFIER_DEATH = 20.0
-SECONDS_PER_DRAFTER_DEATH = 10.0
-SECONDS_PER_HEAD_DEATH = 20.0
-SECONDS_PER_GATEWAY_DEATH = 60.0
+SECONDS_PER_DEATH: dict[Process, float] = {"verifier": 20.0, "drafter": 10.0, "head": 20.0, "gateway": 60.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +39,15 @@ class Strike:
         return self.action != "pause"
 
 
-def draw_schedule(seconds: float, seed: int) -> list[Strike]:
+def draw_schedule(
+    seconds: float, seed: int, seconds_per_death: Mapping[Process, float] = SECONDS_PER_DEATH
+) -> list[Strike]:
     """Draw all strikes in the order of their times, chained ones after their predecessors."""
     generator = random.Random(f"schedule {seed}")
-    num_verifier = math.ceil(seconds / SECONDS_PER_VERIFIER_DEATH)
-    num_drafter = math.ceil(seconds / SECONDS_PER_DRAFTER_DEATH)
-    num_head = math.ceil(seconds / SECONDS_PER_HEAD_DEATH)
-    num_gateway = max(1, round(seconds / SECONDS_PER_GATEWAY_DEATH))
+    num_verifier = math.ceil(seconds / seconds_per_death["verifier"])
+    num_drafter = math.ceil(seconds / seconds_per_death["drafter"])
+    num_head = math.ceil(seconds / seconds_per_death["head"])
+    num_gateway = max(1, round(seconds / seconds_per_death["gateway"]))
     strikes = [
         *_deaths("verifier", num_verifier, seconds, generator, num_stops=num_verifier // 3),
         *_deaths("drafter", num_drafter, seconds, generator, num_stops=num_drafter // 3),

@@ -17,6 +17,7 @@ import httpx
 import psutil
 
 from foretoken.free_ports import free_ports
+from tests.chaos.device import Device
 from tests.chaos.schedule import DRAFTERS, Process
 from tests.support.environment import child_environment
 
@@ -25,7 +26,6 @@ MODEL = ROOT / "models" / "demo" / "target"
 HEAD = ROOT / "models" / "demo" / "eagle3"
 TOKEN_MAP = ROOT / "models" / "demo" / "token_map.safetensors"
 HOST = "127.0.0.1"
-READY_TIMEOUT_S = 180.0
 # The drain that the stack promises, and some time for a busy machine.
 STOP_TIMEOUT_S = 45.0
 POLL_S = 0.1
@@ -44,10 +44,11 @@ class Stack:
     port: int
     grpc_port: int
     log: IO[bytes]
+    device: Device
     folder: Path | None = field(default=None)
 
     @classmethod
-    async def start(cls, flags: Sequence[str]) -> Stack:
+    async def start(cls, device: Device, flags: Sequence[str]) -> Stack:
         """Start on free ports, with ``flags`` added; return when it is ready. Raises StackError."""
         port, grpc_port = free_ports(2)
         command = [sys.executable, "-P", "-m", "foretoken", "serve", str(MODEL)]
@@ -58,7 +59,7 @@ class Stack:
         process = subprocess.Popen(
             command, env=child_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-        stack = cls(process, port, grpc_port, log)
+        stack = cls(process, port, grpc_port, log, device)
         try:
             await stack._wait_ready()
             words = stack.find("verifier").cmdline()
@@ -98,11 +99,12 @@ class Stack:
 
     async def _wait_ready(self) -> None:
         async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
-            deadline = time.monotonic() + READY_TIMEOUT_S
+            deadline = time.monotonic() + self.device.ready_s
             while not await answers(client, f"{self.url}/ready"):
                 self.check_alive()
                 if time.monotonic() > deadline:
-                    raise StackError(f"foretoken serve was not ready within {READY_TIMEOUT_S:g} s:\n{self.log_tail()}")
+                    limit = f"{self.device.ready_s:g} s"
+                    raise StackError(f"foretoken serve was not ready within {limit}:\n{self.log_tail()}")
                 await asyncio.sleep(POLL_S)
 
     def check_alive(self) -> None:
@@ -126,6 +128,8 @@ class Stack:
         if status != 0:
             raise StackError(f"foretoken serve stopped with status {status}:\n{self.log_tail()}")
         left = [process for process in family if process.is_running()]
+        if left and self.device.gone_s:
+            _, left = await asyncio.to_thread(psutil.wait_procs, left, self.device.gone_s)
         if left:
             raise StackError(f"processes are left: {left}")
         if self.folder is not None and self.folder.exists():

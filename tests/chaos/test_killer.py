@@ -26,7 +26,7 @@ DEATH = Blow(Strike("gateway", "kill", 0.0), at=10.0, ended_at=10.1, replaced_at
     ],
 )
 def test_a_gateways_death_excuses_the_connections_that_it_cut(sent_at: float, ended_at: float, excused: bool) -> None:
-    killer = Killer(cast(Any, None), Watcher("unix:/none"), [])
+    killer = Killer(cast(Any, None), Watcher("unix:/none"), [], 60.0)
     killer.blows.append(DEATH)
     assert killer.excuses(sent_at, ended_at) == excused
 
@@ -36,7 +36,7 @@ def test_a_gateways_death_excuses_the_connections_that_it_cut(sent_at: float, en
     [Strike("gateway", "pause", 0.0), Strike("verifier", "kill", 0.0), Strike("drafter", "stop", 0.0)],
 )
 def test_nothing_else_excuses(strike: Strike) -> None:
-    killer = Killer(cast(Any, None), Watcher("unix:/none"), [])
+    killer = Killer(cast(Any, None), Watcher("unix:/none"), [], 60.0)
     killer.blows.append(Blow(strike, at=10.0, over_at=13.0))
     assert not killer.excuses(1.0, 20.0)
 

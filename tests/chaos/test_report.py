@@ -43,6 +43,8 @@ def good_run() -> Run:
         holdings_before=dict(HOLDINGS),
         holdings=dict(HOLDINGS),
         num_tracebacks=0,
+        device="cuda",
+        steps=(500, 400),
         stop_s=1.0,
     )
 
@@ -77,6 +79,10 @@ def nothing_compared(run: Run) -> None:
 
 def no_proof(run: Run) -> None:
     run.num_proofs = 0
+
+
+def nothing_overlapped(run: Run) -> None:
+    run.steps = (500, 0)
 
 
 def leaked_block(run: Run) -> None:
@@ -115,6 +121,7 @@ def did_not_stop(run: Run) -> None:
         (server_error, "1 answers with a status of 500 or more"),
         (nothing_compared, "no token was compared"),
         (no_proof, "no draft was accepted"),
+        (nothing_overlapped, "none of 500 steps overlapped"),
         (leaked_block, "at the end 1 blocks, 0 running"),
         (running_sequence, "1 running"),
         (no_verifier, "does not answer"),
@@ -130,6 +137,13 @@ def test_each_fault_fails_the_run(fault: Callable[[Run], None], said: str) -> No
     (found,) = run.faults(bars=False)
     assert said in found
     assert "FAILED, 1 faults" in to_text(run, [found])
+
+
+def test_steps_need_not_overlap_on_a_cpu() -> None:
+    run = good_run()
+    nothing_overlapped(run)
+    run.device = "cpu"
+    assert run.faults(bars=True) == []
 
 
 def test_bars_are_judged_only_on_demand() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
+from tests.chaos.device import DEVICES, Device
 from tests.chaos.schedule import draw_schedule, num_deaths
 
 
@@ -33,6 +35,16 @@ def test_a_minute_has_all_kinds(seed: int) -> None:
             (process, "pause", False),
         } <= kinds
     assert {("gateway", "kill", False), ("gateway", "pause", False), ("supervisor", "pause", False)} <= kinds
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_a_device_says_how_often_its_processes_die(device: Device) -> None:
+    strikes = draw_schedule(60, 1, device.seconds_per_death)
+    plain = {
+        process: sum(strike.is_death and strike.process == process and strike.chained_s is None for strike in strikes)
+        for process in device.seconds_per_death
+    }
+    assert plain == {process: math.ceil(60 / seconds) for process, seconds in device.seconds_per_death.items()}
 
 
 @pytest.mark.parametrize("seed", range(5))

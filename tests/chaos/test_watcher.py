@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -56,6 +57,15 @@ def test_acceptance_adds_up_all_verifiers() -> None:
     for item in (sample(1, 1, 60), None, sample(2, 1, 7)):
         watcher.take(item)
     assert (watcher.acceptance(), watcher.acceptance(before)) == ((134, 67), (34, 17))
+
+
+def test_steps_add_up_all_verifiers() -> None:
+    watcher = Watcher("unix:/none")
+    watcher.take(dataclasses.replace(sample(1, 1, 0), num_steps=100, num_overlapped_steps=90))
+    before = dict(watcher.epochs)
+    watcher.take(dataclasses.replace(sample(1, 1, 0), num_steps=110, num_overlapped_steps=95))
+    watcher.take(dataclasses.replace(sample(2, 1, 0), num_steps=7, num_overlapped_steps=6))
+    assert watcher.steps(before) == (17, 11)
 
 
 def test_idle_means_no_sequence_and_every_block_free() -> None:

@@ -32,6 +32,8 @@ class Sample:
     num_attaches: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    num_steps: int = 0
+    num_overlapped_steps: int = 0
 
     @property
     def is_idle(self) -> bool:
@@ -97,6 +99,14 @@ class Watcher:
         )
         return drafted, accepted
 
+    def steps(self, since: dict[int, Sample]) -> tuple[int, int]:
+        """Return all verifiers' steps and overlapped steps since a copy of ``epochs``."""
+        return (
+            sum(s.num_steps for s in self.epochs.values()) - sum(s.num_steps for s in since.values()),
+            sum(s.num_overlapped_steps for s in self.epochs.values())
+            - sum(s.num_overlapped_steps for s in since.values()),
+        )
+
     async def _poll(self) -> None:
         while True:
             # A channel that has failed waits before it connects again; a new one does not.
@@ -146,4 +156,6 @@ def _sample(info: verifier_pb2.GetInfoResponse) -> Sample:
         num_attaches=sum(drafter.num_attaches for drafter in drafters),
         num_draft_tokens=sum(drafter.num_draft_tokens for drafter in drafters),
         num_accepted_tokens=sum(drafter.num_accepted_tokens for drafter in drafters),
+        num_steps=info.num_steps,
+        num_overlapped_steps=info.num_resident_steps,
     )
