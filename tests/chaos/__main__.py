@@ -69,12 +69,14 @@ async def _chaos(options: argparse.Namespace) -> bool:
             _say(f"ready after {time.monotonic() - began:.0f} s; asking {count} requests undisturbed")
             requests, expected = await _ask_undisturbed(stack, requests, options.seed)
             run = await _disturb(stack, watcher, requests, expected, strikes, options)
-        run.num_tracebacks = stack.log_text().count("Traceback (most recent call last)")
+        run.tracebacks = report.find_tracebacks(stack.log_text())
         try:
             run.stop_s = await stack.stop()
         except StackError as error:
             run.failures.append(str(error))
     finally:
+        if options.log is not None:
+            options.log.write_text(stack.log_text())
         stack.kill()
     run.took_s = time.monotonic() - began
     faults = run.faults(bars=options.bars)
@@ -156,7 +158,7 @@ async def _disturb(
         num_requests_at_end=num_in_gateway,
         holdings_before=before,
         holdings=after,
-        num_tracebacks=0,
+        tracebacks=(0, ""),
         device=device.name,
         steps=watcher.steps(epochs_before),
         leaks=leaks,
@@ -191,6 +193,7 @@ def _parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--only", type=int, metavar="NUMBER", help="ask one request undisturbed and print its answer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="write the log of foretoken serve there")
     parser.add_argument("--bars", action="store_true", help="fail if the median waits after deaths miss their bars")
     parser.add_argument(
         "--device",

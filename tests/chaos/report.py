@@ -19,6 +19,8 @@ from tests.chaos.watcher import Sample
 DRAFTER_BAR_S = 1.0
 VERIFIER_BAR_S = 10.0
 SHOWN_FAILURES = 10
+TRACEBACK = "Traceback (most recent call last)"
+SHOWN_OF_TRACEBACK = 3000
 OUTCOMES = ("done", "dropped", "sent again", "failed", "differing")
 
 
@@ -40,7 +42,8 @@ class Run:
     num_requests_at_end: float
     holdings_before: dict[Process, Holding]
     holdings: dict[Process, Holding]
-    num_tracebacks: int
+    # Stack traces in the log, and the first one.
+    tracebacks: tuple[int, str]
     device: str
     # Steps, and overlapped ones among them.
     steps: tuple[int, int]
@@ -87,6 +90,8 @@ class Run:
             found.append(f"none of {self.steps[0]} steps overlapped")
         if not self.num_proofs and any(self.num_scheduled.get(name) for name in ("verifier", *DRAFTERS)):
             found.append("no draft was accepted after any death")
+        if self.tracebacks[0]:
+            found.append(f"{self.tracebacks[0]} stack traces in the log, first:\n{self.tracebacks[1]}")
         return found
 
     def _end_faults(self) -> list[str]:
@@ -117,6 +122,12 @@ class Run:
         ]
 
 
+def find_tracebacks(log: str) -> tuple[int, str]:
+    """Return the number of stack traces in a log, and the beginning of the first one."""
+    start = log.find(TRACEBACK)
+    return log.count(TRACEBACK), log[start : start + SHOWN_OF_TRACEBACK] if start >= 0 else ""
+
+
 def to_text(run: Run, faults: Sequence[str]) -> str:
     """Return the report to read."""
     sections = [_struck(run), _requests(run), _times(run), _speculation(run), _end(run), _verdict(run, faults)]
@@ -145,7 +156,7 @@ def to_json(run: Run, faults: Sequence[str]) -> str:
         "verifier_at_end": None if run.last_sample is None else dataclasses.asdict(run.last_sample),
         "holdings_before": {name: dataclasses.asdict(item) for name, item in run.holdings_before.items()},
         "holdings": {name: dataclasses.asdict(item) for name, item in run.holdings.items()},
-        "tracebacks": run.num_tracebacks,
+        "tracebacks": run.tracebacks[0],
         "stop_s": run.stop_s,
         "faults": list(faults),
     }
@@ -210,7 +221,7 @@ def _end(run: Run) -> list[str]:
         memory = f"{old.rss_bytes / 2**20:.0f} -> {new.rss_bytes / 2**20:.0f} MiB"
         descriptors = f"{old.num_descriptors} -> {new.num_descriptors} descriptors"
         lines.append(f"  {name:<10} {memory}, {descriptors}, {old.num_threads} -> {new.num_threads} threads")
-    lines.append(f"  {run.num_tracebacks} stack traces in the log")
+    lines.append(f"  {run.tracebacks[0]} stack traces in the log")
     lines.append("  stopped: no" if run.stop_s is None else f"  SIGTERM: gone in {run.stop_s:.1f} s, nothing left")
     return lines
 

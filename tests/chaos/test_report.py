@@ -10,7 +10,7 @@ import pytest
 
 from tests.chaos.killer import Blow
 from tests.chaos.load import Tally, Timeline
-from tests.chaos.report import Run, to_json, to_text
+from tests.chaos.report import TRACEBACK, Run, find_tracebacks, to_json, to_text
 from tests.chaos.resources import PROCESSES, Holding, leaks
 from tests.chaos.schedule import Process, Strike
 from tests.chaos.watcher import Sample
@@ -42,7 +42,7 @@ def good_run() -> Run:
         num_requests_at_end=0.0,
         holdings_before=dict(HOLDINGS),
         holdings=dict(HOLDINGS),
-        num_tracebacks=0,
+        tracebacks=(0, ""),
         device="cuda",
         steps=(500, 400),
         stop_s=1.0,
@@ -85,6 +85,10 @@ def nothing_overlapped(run: Run) -> None:
     run.steps = (500, 0)
 
 
+def stack_trace(run: Run) -> None:
+    run.tracebacks = 2, "Traceback: a bug"
+
+
 def leaked_block(run: Run) -> None:
     run.last_sample = dataclasses.replace(SAMPLE, num_free_blocks=99)
 
@@ -122,6 +126,7 @@ def did_not_stop(run: Run) -> None:
         (nothing_compared, "no token was compared"),
         (no_proof, "no draft was accepted"),
         (nothing_overlapped, "none of 500 steps overlapped"),
+        (stack_trace, "2 stack traces in the log, first:\nTraceback: a bug"),
         (leaked_block, "at the end 1 blocks, 0 running"),
         (running_sequence, "1 running"),
         (no_verifier, "does not answer"),
@@ -144,6 +149,12 @@ def test_steps_need_not_overlap_on_a_cpu() -> None:
     nothing_overlapped(run)
     run.device = "cpu"
     assert run.faults(bars=True) == []
+
+
+def test_stack_traces_are_found_in_a_log() -> None:
+    assert find_tracebacks("ready\ndone\n") == (0, "")
+    first, second = f"{TRACEBACK}:\n  one\n", f"{TRACEBACK}:\n  two\n"
+    assert find_tracebacks("ready\n" + first + second) == (2, first + second)
 
 
 def test_bars_are_judged_only_on_demand() -> None:
