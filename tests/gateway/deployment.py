@@ -94,6 +94,10 @@ class Deployment:
         while not condition():
             await self.http.get("/health")
 
+    async def until_tokens_come(self) -> None:
+        """Return once the gateway has tokens of a request, so that its stream begins."""
+        await self.until(lambda: any(sequence._emitted for sequence in self.gateway.verifiers._sequences))
+
     @property
     def attempts(self) -> list[tuple[int, int, list[int]]]:
         """Return choice, attempt and tokens so far of everything submitted, in order."""

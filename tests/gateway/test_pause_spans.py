@@ -41,7 +41,7 @@ async def test_a_lost_verifier_is_a_resume_until_there_are_tokens_again(
     async def play(running: Deployment) -> None:
         await running.start(silent)
         asked = asyncio.create_task(ask(running))
-        await running.until(lambda: any(s._emitted for s in running.gateway.verifiers._sequences))
+        await running.until_tokens_come()
         await running.kill()
         await running.until(lambda: running.gateway.verifiers.num_waiting == 1)
         await running.start(steps([67]))

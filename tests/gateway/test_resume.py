@@ -201,6 +201,7 @@ async def test_accepted_resumes_are_counted_and_waiting_is_not(settings: Gateway
         asked = asyncio.create_task(ask(running))
         for losses in range(3):
             await running.verifiers[-1].until(lambda: len(running.verifiers[-1].submitted) == 1)
+            await running.until_tokens_come()
             await running.kill()
             if losses < 2:
                 await running.until(lambda: running.gateway.verifiers.num_waiting == 1)
@@ -218,7 +219,7 @@ async def test_a_stream_whose_verifier_does_not_come_back_ends_at_its_deadline(
     async with deployment(settings, tokenizer) as running:
         await running.start(silent)
         asked = asyncio.create_task(ask(running))
-        await running.until(lambda: bool(running.attempts))
+        await running.until_tokens_come()
         (placement,) = running.gateway.verifiers._sequences
         placement.deadline = asyncio.get_running_loop().time()
         await running.kill()
@@ -290,7 +291,7 @@ async def test_a_drained_gateway_fails_what_waits(settings: GatewaySettings, tok
     async with deployment(settings, tokenizer, drain_timeout_s=0.0) as running:
         await running.start(silent)
         asked = asyncio.create_task(ask(running))
-        await running.until(lambda: bool(running.attempts))
+        await running.until_tokens_come()
         await running.kill()
         await running.gateway.drain()
         *_, last = events((await asked).text)
