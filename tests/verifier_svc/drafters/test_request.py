@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from verifier_svc.drafters.request import NO_DRAFT, DraftRow, RequestKind, Shape
+from verifier_svc.drafters.request import NO_DRAFT, DraftRow, RequestKind, Shape, TreeBounds
 from verifier_svc.messages import SequenceKey, Submit
 from verifier_svc.scheduling.sequence import Sequence
 
@@ -42,3 +42,17 @@ def test_new_tokens_count_where_the_host_sends_them() -> None:
     few, many = ([row(CHAIN, SamplingParams(), count)] for count in (1, 9))
     assert RequestKind.of(few, in_device_memory=False) != RequestKind.of(many, in_device_memory=False)
     assert RequestKind.of(few, in_device_memory=True) == RequestKind.of(many, in_device_memory=True)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "has_model", "text"),
+    [
+        (TreeBounds(8), False, "nodes: up to 8, with the root"),
+        (TreeBounds(8), True, "levels: up to 7; children of a node: up to 4; nodes: up to 8, with the root"),
+        (TreeBounds(64, 5, 8), True, "levels: 5; children of a node: up to 8; nodes: up to 64, with the root"),
+        # A tree has no more levels than nodes below its root.
+        (TreeBounds(8, 20, 1), True, "levels: 7; children of a node: up to 1; nodes: up to 8, with the root"),
+    ],
+)
+def test_the_plan_shows_bounds_as_drafting_applies_them(bounds: TreeBounds, has_model: bool, text: str) -> None:
+    assert bounds.describe(has_model) == text
