@@ -27,8 +27,10 @@ from benchmarks.stack import running_stack
 DEMO = Path(__file__).parents[1] / "models" / "demo"
 DRAFTERS = {"ngram": "NGRAM", "eagle2": "EAGLE", "eagle3": "EAGLE3", "standalone": "STANDALONE"}
 CHOICES = (*DRAFTERS, "merge", "auto")
-# Of more at once few are drafted for: on a CPU drafts pay in small batches.
 NUM_AT_ONCE = 4
+# With a fixed shape every step drafts. Else a model's drafts would be left aside here: on a CPU those
+# for a grammar rarely pay.
+SHAPE = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "8")
 PLAIN = "plain"
 
 
@@ -141,8 +143,8 @@ def check(url: str, num_requests: int, choices: Sequence[str]) -> dict[str, Tool
 
 
 def flags_of(drafters: Sequence[str]) -> list[str]:
-    """Return the flags that start these drafters of the demo model."""
-    flags = []
+    """Return the flags that start these drafters of the demo model, with trees of a fixed shape."""
+    flags = [*SHAPE]
     for name in drafters:
         model = "" if name == "ngram" else f",model={DEMO / name}"
         flags += ["--drafter", f"name={name},algorithm={DRAFTERS[name]}{model}"]
