@@ -28,8 +28,7 @@ DEMO = Path(__file__).parents[1] / "models" / "demo"
 DRAFTERS = {"ngram": "NGRAM", "eagle2": "EAGLE", "eagle3": "EAGLE3", "standalone": "STANDALONE"}
 CHOICES = (*DRAFTERS, "merge", "auto")
 NUM_AT_ONCE = 4
-# With a fixed shape every step drafts. Else a model's drafts would be left aside here: on a CPU those
-# for a grammar rarely pay.
+# A fixed shape is drafted whether it pays or not. Beside a grammar, on a CPU, it rarely does.
 SHAPE = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "8")
 PLAIN = "plain"
 

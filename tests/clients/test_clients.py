@@ -39,6 +39,7 @@ IMPORTED_BY_ENGINES = (
     *("compressed-tensors", "einops", "fastapi", "gguf", "ipython", "llguidance", "msgspec", "openai"),
     *("openai-harmony", "orjson", "partial-json-parser", "pillow", "prometheus-client", "psutil", "py-cpuinfo"),
     *("pybase64", "pydantic", "pyzmq", "requests", "sentencepiece", "uvicorn", "uvloop", "watchfiles", "xgrammar"),
+    "tabulate",
 )
 CLIENTS = (
     Client("openai_sdk", ("openai",)),
