@@ -26,6 +26,11 @@ VLLM_NAMES = {
     "--no-enable-prefix-caching": "--disable-radix-cache",
     "--enforce-eager": "--disable-cuda-graph",
 }
+# Flags of vLLM's that have no single equivalent, and what to say of them.
+_VLLM_ANSWERS = {
+    "--speculative-config": "is vLLM's; here it is --speculative-algorithm, --speculative-draft-model-path and others",
+    "--enable-prefix-caching": "is vLLM's; here the prefix cache is on unless --disable-radix-cache is given",
+}
 _NEGATIONS = ("--no-", "--disable-")
 _TYPES: dict[Any, click.ParamType[Any, Any]] = {int: click.INT, float: click.FLOAT, bool: click.BOOL}
 
@@ -80,6 +85,10 @@ class SettingsCommand(click.Command):
                 from foretoken.errors import ConfigError
 
                 raise ConfigError(f"{name} is vLLM's name; here it is {names[name]}")
+            if name in _VLLM_ANSWERS and "--disable-radix-cache" in own:
+                from foretoken.errors import ConfigError
+
+                raise ConfigError(f"{name} {_VLLM_ANSWERS[name]}")
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:

@@ -84,10 +84,21 @@ def test_a_name_close_to_one_of_vllm_is_answered_with_ours(given: str, meant: st
     assert f"No such option '{given}'. Did you mean '{meant}'?" in result.output
 
 
+@pytest.mark.parametrize("given", ["--speculative-config={}", "--enable-prefix-caching"])
+def test_flags_of_vllm_without_an_equivalent_are_explained(given: str) -> None:
+    result = CliRunner().invoke(app, ["serve", str(DEMO / "target"), given])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith(f"{given.partition('=')[0]} is vLLM's; here ")
+    shown = CliRunner().invoke(app, ["serve", "--help"]).output
+    assert set(re.findall(r"--[a-z-]+", str(result.exception).partition(";")[2])) <= set(
+        re.findall(r"--[a-z-]+", shown)
+    )
+
+
 @pytest.mark.parametrize(
     ("command", "given"),
     [
-        ("serve", "--enable-prefix-caching"),
+        ("serve", "--enable-prefix-cache"),
         ("serve", "--no-enforce-eager"),
         ("gateway", "--max-model-length"),
         ("gateway", "--max-model-len"),
