@@ -113,7 +113,7 @@ def serve(given: Given) -> None:
             f"{spec.name} ({spec.algorithm}, {'in-process' if plan.is_inside(spec) else 'process'})"
             for spec, _ in plan.drafters
         ]
-        _print_plan(plan.verifier, drafters, has_model=any(spec.row.runs_model for spec, _ in plan.drafters))
+        _print_plan(plan.verifier, drafters, has_model=plan.has_model)
         return
     with runtime_folder() as folder:
         if options.verifier_address is not None:

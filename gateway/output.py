@@ -77,7 +77,7 @@ class Output:
         self._names_drafters = request.names_drafters
         self._on_change = on_change
         self._on_waiting = on_waiting
-        # What nobody took yet: much may gather for a slow reader.
+        # What has come since the last ``take``. For a slow reader that may be much.
         self._delta: Delta | None = None
         self._last_text = ""
 

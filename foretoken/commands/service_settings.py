@@ -155,6 +155,11 @@ class VerifierStack:
     # What to say at the start about settings that mean something else here.
     notices: tuple[str, ...] = ()
 
+    @property
+    def has_model(self) -> bool:
+        """Whether any drafter has a model."""
+        return any(spec.row.runs_model for spec, _ in self.drafters)
+
     def is_inside(self, spec: DrafterSpec) -> bool:
         """Return whether a drafter runs in the verifier's process."""
         return _is_inside(spec, self.options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -78,25 +77,26 @@ class SettingsCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {flag for option in self.get_params(ctx) for flag in option.opts}
-        names = {flag: flag for flag in own}
-        names |= {theirs: ours for theirs, ours in VLLM_NAMES.items() if ours in own}
+        theirs = {name: ours for name, ours in VLLM_NAMES.items() if ours in own}
+        answers = {name: f"is vLLM's name; here it is {ours}" for name, ours in theirs.items()}
+        if "--disable-radix-cache" in own:
+            answers |= _VLLM_ANSWERS
         for name in (arg.partition("=")[0] for arg in args):
-            if name in names and name not in own:
+            if name in answers:
                 from foretoken.errors import ConfigError
 
-                raise ConfigError(f"{name} is vLLM's name; here it is {names[name]}")
-            if name in _VLLM_ANSWERS and "--disable-radix-cache" in own:
-                from foretoken.errors import ConfigError
-
-                raise ConfigError(f"{name} {_VLLM_ANSWERS[name]}")
+                raise ConfigError(f"{name} {answers[name]}")
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
+            from foretoken.spelling import nearest
+
             # Of two names that differ by a negation, one means the opposite of the other.
             is_negated = error.option_name.startswith(_NEGATIONS)
-            alike = [name for name in names if name.startswith(_NEGATIONS) == is_negated]
-            near = get_close_matches(error.option_name, alike, n=1)
-            hint = f" Did you mean {names[near[0]]!r}?" if near else ""
+            near = nearest(
+                error.option_name, (name for name in own | theirs.keys() if name.startswith(_NEGATIONS) == is_negated)
+            )
+            hint = f" Did you mean {theirs.get(near, near)!r}?" if near is not None else ""
             raise click.UsageError(f"No such option {error.option_name!r}.{hint}", ctx) from error
 
     def given(self, ctx: click.Context) -> Given:

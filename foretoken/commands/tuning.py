@@ -62,8 +62,7 @@ def trial_of(given: Given, options: TuneOptions) -> tuple[Trial, tuple[str, ...]
     wanted = {name for kind in kinds for name in kind.model_fields} - _OF_NETWORK - _FOUND | _OF_REQUESTS
     values: dict[str, Any] = {name: value for name, value in given.values.items() if name in wanted}
     stack = verifier_stack(Given(values), Path("/none"), "unix:/none")
-    has_model = any(spec.row.runs_model for spec, _ in stack.drafters)
-    bounds = bounds_of(options.draft_shapes if has_model else (), least)
+    bounds = bounds_of(options.draft_shapes if stack.has_model else (), least)
     if bounds.num_draft_tokens == DEFAULT_NODES:
         # ``auto`` is measured as a server without the flag would choose.
         bounds = bounds._replace(num_draft_tokens=0)

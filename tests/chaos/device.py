@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tests.chaos.client import PATIENCE_S
 from tests.chaos.schedule import SECONDS_PER_DEATH, Process
 
 
@@ -58,7 +59,7 @@ CPU = Device(
     attached_s=30.0,
     recovery_s=60.0,
     verifier_wait_s=120.0,
-    patience_s=240.0,
+    patience_s=PATIENCE_S,
     gone_s=0.0,
 )
 CUDA = Device(
