@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
 from foretoken.cli import app
-from tests.support.command_line import foretoken
+from tests.support.command_line import foretoken, free_port
 from tests.support.deployments import Targets
 
 Tensors = dict[str, torch.Tensor]
@@ -125,7 +125,7 @@ def test_config_keys(stack: Path) -> None:
 
 def test_serve_refuses_the_same_before_it_starts_anything(stack: Path) -> None:
     change(stack / "target", FAULTS["missing"][0])
-    result = foretoken("serve", str(stack / "target"))
+    result = foretoken("serve", str(stack / "target"), "--port", free_port(), "--grpc-port", free_port())
     assert result.returncode == 2
     expected = f"foretoken: {stack / 'target' / 'model.safetensors'}: tensor {KEY} is missing\n"
     assert (result.stdout, result.stderr) == ("", expected)
