@@ -16,7 +16,7 @@ SEED ?= 1
 # Processes that run tests at the same time. One GPU is not shared: some of
 # its tests look at its memory.
 WORKERS ?= $(if $(wildcard /dev/nvidiactl),0,3)
-# Not empty: install only files whose hashes are in docker/locks/dev.txt, besides PyTorch.
+# Not empty: install only files whose hashes are in docker/locks (PyTorch: if its own index answers).
 LOCKED ?=
 # The interpreter to build the environment with. Empty: the first suitable one of the usual names.
 PYTHON ?=
@@ -118,7 +118,7 @@ lint: $(DEV) $(GENERATOR) ## Check style, types, import rules, generated docs an
 	  && here=$$PWD && (cd "$$fresh" && PYTHONPATH="$$here/$(GENERATOR)" "$$here/$(BIN)"/$(PROTOC) protos/*.proto) \
 	  && rm "$$fresh/protos/common_pb2_grpc.py" \
 	  && diff -r -x __pycache__ protos "$$fresh/protos" > /dev/null \
-	  || { echo "foretoken: the stubs in protos/ are not those of the .proto files; run: make proto" >&2; exit 1; }
+	  || { echo "foretoken: the stubs in protos/ do not match the .proto files; run: make proto" >&2; exit 1; }
 
 format: $(DEV) ## Rewrite the code in the project's style.
 	@$(BIN)/ruff check --fix .
@@ -194,20 +194,21 @@ $(BIN)/python:
 # A driver means that the default index's CUDA build is wanted. Without one, PyTorch's own index has
 # the CPU build; pip's configuration may have it too (a mirror, a folder of wheels), which serves
 # where that index is out of reach. For one that was asked for, no other build will do.
-$(CORE): pyproject.toml constraints.txt $(if $(LOCKED),docker/locks/dev.txt) | $(BIN)/python
-	@index=""; \
+$(CORE): pyproject.toml constraints.txt $(if $(LOCKED),docker/locks/dev.txt docker/locks/torch-cpu.txt) | $(BIN)/python
+	@index=""; what=torch; \
 	if [ -n "$(filter-out file,$(origin TORCH_INDEX))" ]; then \
 	  index="$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))"; \
 	elif ! [ -e /proc/driver/nvidia/version ] && ! nvidia-smi >/dev/null 2>&1; then \
 	  if $(BIN)/python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=10)' \
 	      "$(TORCH_INDEX)/torch/" 2>/dev/null; then \
 	    index="--index-url $(TORCH_INDEX)"; \
+	    what="$(if $(LOCKED),--require-hashes --requirement docker/locks/torch-cpu.txt,torch)"; \
 	  else \
 	    echo "$(TORCH_INDEX) does not answer; taking PyTorch from pip's own index"; \
 	  fi; \
 	fi; \
 	echo "Installing PyTorch"; \
-	$(PIP_INSTALL) --no-deps $$index torch
+	$(PIP_INSTALL) --no-deps $$index $$what
 	@echo "Installing foretoken and what it needs"
 	@$(if $(LOCKED),$(PIP_INSTALL) --require-hashes --no-deps --requirement docker/locks/dev.txt,$(PIP_INSTALL) hatchling editables)
 	@$(PIP_INSTALL) --no-build-isolation $(if $(LOCKED),--no-deps) --editable .

@@ -20,9 +20,10 @@ FOLDER = Path("docker/locks")
 SITE = Path("docs/site/requirements.txt")
 NO_TORCH = {"torch", "numba", "llvmlite", "llguidance"}
 HEADER = "# Written by `make locks` from pyproject.toml and constraints.txt.\n"
-# PyTorch's CPU builds are in its own index only, under versions and hashes of their own, and some
-# machines have another build still. So docker/install_torch.sh and the Makefile install them; what
-# PyPI's CUDA build needs beyond them is left out.
+# PyTorch's CPU builds are in its own index only, under versions and hashes of their own
+# (docker/locks/torch-cpu.txt, by hand), and some machines have another build still. So
+# docker/install_torch.sh and the Makefile install them; what PyPI's CUDA build needs beyond them is
+# left out.
 TORCH = re.compile(r"(torch|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)==")
 TRITON = re.compile(r"triton==")
 # Packages that pyzmq needs with PyPy only, on which PyTorch does not run.

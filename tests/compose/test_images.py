@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from foretoken.commands.service_settings import settings_of_command
+from foretoken.commands.options import settings_of_command
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())

@@ -63,7 +63,8 @@ def test_what_builds_the_site_is_locked() -> None:
 
 
 def test_there_are_these_locks() -> None:
-    assert {path.name for path in (ROOT / "docker" / "locks").iterdir()} == {f"{name}.txt" for name in NEEDED}
+    names = {path.stem for path in (ROOT / "docker" / "locks").iterdir()}
+    assert names == {*NEEDED, "torch-cpu"}
 
 
 @pytest.mark.parametrize("name", NEEDED)
@@ -124,11 +125,22 @@ def test_engine_and_dev_hold_what_pytorch_needs() -> None:
             assert name in versions("engine") and name in versions("dev"), requirement
 
 
+def test_the_cpu_builds_of_pytorch_have_hashes() -> None:
+    """One for each Python that the project supports, on x86-64 and on ARM."""
+    (block,) = blocks("torch-cpu")
+    first, *hashes = block.splitlines()
+    assert first == f"torch=={CONSTRAINTS['torch']}+cpu \\"
+    pythons = [line for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    assert len(set(hashes)) == len(hashes) == 2 * len(pythons)
+    assert all(re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}( \\)?", line) for line in hashes)
+
+
 def test_images_install_from_the_locks_alone() -> None:
     lines = (ROOT / "docker" / "Dockerfile").read_text().splitlines()
     installs = [line for line in lines if "--requirement" in line]
     assert len(installs) == 3 and all("--require-hashes --no-deps" in line for line in installs)
     assert {f"COPY docker/locks/{name}.txt ./" for name in ("gateway", "engine", "gpu")} <= set(lines)
+    assert "COPY docker/locks/torch-cpu.txt locks/" in lines
 
 
 def test_the_workflow_audits_every_lock() -> None:

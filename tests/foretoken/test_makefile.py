@@ -246,11 +246,14 @@ def test_help_names_every_target(checkout: Checkout) -> None:
 
 def test_locked_installs_only_what_has_a_known_hash(checkout: Checkout) -> None:
     (checkout.folder / "docker" / "locks").mkdir(parents=True)
-    (checkout.folder / "docker" / "locks" / "dev.txt").touch()
+    for name in ("dev.txt", "torch-cpu.txt"):
+        (checkout.folder / "docker" / "locks" / name).touch()
     assert checkout.make("test", "LOCKED=1", "ARGS=x").returncode == 0
     installs = [call for call in checkout.calls() if "pip install" in call]
     assert sum("--require-hashes --no-deps --requirement docker/locks/dev.txt" in call for call in installs) == 1
-    # PyTorch and foretoken itself have no hash there.
+    torch = f"--no-deps --index-url {INDEX} --require-hashes --requirement docker/locks/torch-cpu.txt"
+    assert sum(call.endswith(torch) for call in installs) == 1
+    # foretoken itself has no hash.
     assert all("--no-deps" in call for call in installs)
 
 
