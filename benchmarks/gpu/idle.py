@@ -187,7 +187,8 @@ def to_line(row: dict[str, Any]) -> str:
 def to_markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Return a table of all rows, and for each row its largest gaps and longest kernels."""
     lines = [
-        "| | batch | ms a step | busy | idle | ms a step, recorded | idle, recorded | gaps below 2 us | steps ahead |",
+        "| | batch | ms a step | busy | idle | ms a step, recorded | idle, recorded | gaps below 2 us |"
+        " overlapped steps |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:

@@ -188,7 +188,8 @@ def _row(
         "step_ms": [round(1e3 * seconds, 5) for seconds in times.seconds],
     }
     progress(
-        f"{case.name}: {row['median_ms']:.3f} ms a step, {row['num_resident_steps']} of {row['num_steps']} ahead; "
+        f"{case.name}: {row['median_ms']:.3f} ms a step, "
+        f"{row['num_resident_steps']} of {row['num_steps']} overlapped; "
         f"{times.num_dropped} intervals dropped, {row['num_fallback_steps']} steps without a draft"
     )
     return row
@@ -206,7 +207,7 @@ def mean_tokens(sequences: Sequence[Arrivals], most: int) -> float:
 def to_markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Return a table of all rows, each beside the row that it is compared with."""
     medians = {row["case"]: row["median_ms"] for row in rows}
-    lines = ["| | ms a step | without the odd one | costs | steps ahead of the host | tokens a step of the last |"]
+    lines = ["| | ms a step | without the odd one | costs | overlapped steps | tokens a step of the last |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
     for row in rows:
         base = medians.get(row["against"])

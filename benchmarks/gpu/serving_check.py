@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.serving_check [FOLDER]
 
-Without FOLDER it judges the newest result of each workload on an H200 and on an H100. The exit status
-is 0 if every bar is reached, 1 if one is missed, and 2 if rows are missing or cannot be judged. An
-H100 is held against vLLM of the same run alone.
+Without FOLDER it judges the newest result of each workload on an H200 and on an H100. The exit
+status is 0 if every bar is reached, 1 if one is missed, and 2 if rows are missing or cannot be
+judged. An H100 is held against vLLM of the same run alone.
 """
 
 from __future__ import annotations
@@ -66,9 +66,11 @@ class Rows:
     """
 
     def __init__(self, results: dict[str, dict[str, Any]]) -> None:
-        """``results``: the content of each workload's file."""
+        """``results``: the content of each workload's file, and the ``file``."""
         self._rows = {
-            (workload, row["arm"], row["point"]): row for workload, result in results.items() for row in result["rows"]
+            (workload, row["arm"], row["point"]): {**row, "run": result["file"].parent}
+            for workload, result in results.items()
+            for row in result["rows"]
         }
         self.missing: list[str] = []
 
@@ -106,9 +108,11 @@ def judge(rows: Rows, gpu: str) -> list[JudgedFigure]:
     for name in ("long-1k", "long-8k", "mixed"):
         for point in WORKLOADS[name].points:
             found += _over_plain(rows, WORKLOADS[name], point.name)
+            found += _over_fixed(rows, WORKLOADS[name], point.name)
             found += _gaps(rows, WORKLOADS[name], point.name, point.concurrency)
     for point in WORKLOADS["poisson"].points:
         found += _over_plain(rows, WORKLOADS["poisson"], point.name)
+        found += _over_fixed(rows, WORKLOADS["poisson"], point.name)
         found += _longest_gaps(rows, WORKLOADS["poisson"], point.name)
         rows.fastest("poisson", VLLM_ARMS, point.name)
     for point in WORKLOADS["prefill"].points:
@@ -137,12 +141,7 @@ def _core_bars(rows: Rows, gpu: str, concurrency: int) -> list[JudgedFigure]:
                 name = f"core, TTFT {what} of auto / that of {vllm['arm']} at {point}"
                 found.append(JudgedFigure(name, ratio, "at most", bars.TTFT_OVER_VLLM))
     found += _over_plain(rows, core, point)
-    fixed = rows.fastest("core", [arm for arm in core.arms if ARMS[arm].is_fixed], point)
-    for arm in AUTO_ARMS:
-        row = rows.find("core", arm, point)
-        if row is not None and fixed is not None:
-            ratio = row["tokens_per_s"] / fixed["tokens_per_s"]
-            found.append(JudgedFigure(f"core, {arm} / {fixed['arm']} at {point}", ratio, "at least", bars.OVER_FIXED))
+    found += _over_fixed(rows, core, point)
     return found + _gaps(rows, core, point, concurrency)
 
 
@@ -169,6 +168,18 @@ def _over_plain(rows: Rows, workload: ServingWorkload, point: str) -> list[Judge
         if row is not None and plain is not None:
             ratio = row["tokens_per_s"] / plain["tokens_per_s"]
             found.append(JudgedFigure(f"{workload.name}, {arm} / plain at {point}", ratio, "at least", bars.OVER_PLAIN))
+    return found
+
+
+def _over_fixed(rows: Rows, workload: ServingWorkload, point: str) -> list[JudgedFigure]:
+    fixed = rows.fastest(workload.name, [arm for arm in workload.arms if ARMS[arm].is_fixed], point)
+    found = []
+    for arm in AUTO_ARMS:
+        row = rows.find(workload.name, arm, point) if arm in workload.arms else None
+        if row is not None and fixed is not None:
+            ratio = row["tokens_per_s"] / fixed["tokens_per_s"]
+            name = f"{workload.name}, {arm} / {fixed['arm']} at {point}"
+            found.append(JudgedFigure(name, ratio, "at least", bars.OVER_FIXED))
     return found
 
 
@@ -215,7 +226,7 @@ def _beside_odd(rows: Rows) -> list[JudgedFigure]:
 
 
 def _starts(rows: Rows) -> list[JudgedFigure]:
-    """Return the bars for starts, for each of foretoken's arms the slowest one."""
+    """Return the bars for starts, for each of foretoken's arms the slowest and the fastest one."""
     found = []
     ours = [row for row in rows.all() if ARMS[row["arm"]].engine == "foretoken"]
     for arm in dict.fromkeys(row["arm"] for row in ours):
@@ -223,11 +234,31 @@ def _starts(rows: Rows) -> list[JudgedFigure]:
         found.append(
             JudgedFigure(f"{arm}: seconds to ready", max(row["ready_s"] for row in each), "at most", bars.READY_S)
         )
+        found += _warm_starts(rows, arm)
         if ARMS[arm].num_drafters:
             waits = [float("inf") if row["attached_s"] is None else row["attached_s"] - row["ready_s"] for row in each]
             name = f"{arm}: seconds from ready to drafters attached"
             found.append(JudgedFigure(name, max(waits), "at most", bars.ATTACH_S))
     return found
+
+
+def _warm_starts(rows: Rows, arm: str) -> list[JudgedFigure]:
+    """Return a bar for each run: its second start of an arm finds compiled kernels."""
+    starts: dict[Path, dict[str, float]] = {}
+    for workload in rows.workloads:
+        for row in rows.all(workload):
+            if row["arm"] == arm:
+                starts.setdefault(row["run"], {})[workload] = row["ready_s"]
+    return [
+        JudgedFigure(
+            f"{arm}: seconds to ready, fastest of {len(of_run)} starts in {run.name}",
+            min(of_run.values()),
+            "at most",
+            bars.WARM_READY_S,
+        )
+        for run, of_run in starts.items()
+        if len(of_run) > 1
+    ]
 
 
 def refusals(rows: Rows, is_known: Callable[[str], bool]) -> list[str]:

@@ -92,9 +92,7 @@ def timeline_of(spans: Sequence[DeviceSpan], edge_steps: int = EDGE_STEPS) -> Ti
     starts = [span.start_us for span in spans if span.name.startswith(STEP_KERNEL)]
     borders = starts[edge_steps : len(starts) - edge_steps]
     if len(borders) < 2:
-        raise TraceError(
-            f"{len(spans)} kernels and copies were recorded, and {len(starts)} steps that ran ahead of the host"
-        )
+        raise TraceError(f"{len(spans)} kernels and copies were recorded, and {len(starts)} overlapped steps")
     inside = _inside(spans, borders[0], borders[-1])
     busy = _busy(inside)
     return _summary(borders, inside, busy)

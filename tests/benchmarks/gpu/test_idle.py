@@ -51,7 +51,7 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     words += ["--output", str(tmp_path / "idle.json"), "--settings", "tree 5-8-32", "--batches", "1"]
     words += ["--steps", "12", "--min-steps", "12", "--prompt-tokens", "20"]
     monkeypatch.setattr(sys, "argv", ["idle", *words])
-    with pytest.raises(SystemExit, match="0 kernels and copies were recorded, and 0 steps that ran ahead"):
+    with pytest.raises(SystemExit, match="0 kernels and copies were recorded, and 0 overlapped steps"):
         idle.main()
     assert not (tmp_path / "idle.json").exists()
 

@@ -93,8 +93,8 @@ def test_a_gap_at_the_end_of_a_step_is_one() -> None:
 
 
 def test_a_trace_without_steady_steps_is_refused() -> None:
-    with pytest.raises(TraceError, match="0 kernels and copies were recorded, and 0 steps"):
+    with pytest.raises(TraceError, match="0 kernels and copies were recorded, and 0 overlapped steps"):
         timeline_of([])
-    with pytest.raises(TraceError, match="and 11 steps"):
+    with pytest.raises(TraceError, match="and 11 overlapped steps"):
         timeline_of(steps(11))
     assert len(timeline_of(steps(12)).step_us) == 1
