@@ -33,7 +33,8 @@ class Algorithm:
         settings: keys of ``--drafter``, and settings of ``foretoken drafter``, that it takes and
             some others do not.
         needs_model: whether the user must name the folder of a head or model.
-        checker: a function that checks the model's files without reading a weight.
+        checker: a function that checks the model's files without reading a weight, and returns
+            warnings.
         options: a settings class; its fields are flags ``--speculative-NAME-...``. Every command
             imports its module, so that loads no library, nor drafter_svc.config.
         placement: where ``foretoken serve`` runs it unless told otherwise: in a process of its own,
@@ -65,15 +66,19 @@ class Algorithm:
         """Whether it runs a model, on the GPU if there is one."""
         return "device" in self.settings
 
-    def check_files(self, model: Path | None, target: Path) -> None:
+    def check_files(self, model: Path | None, target: Path) -> tuple[str, ...]:
         """Check the folder of the model, or of the target that has it, without reading a weight.
+
+        Return warnings about unknown keys of the model's own config.
 
         Raises:
             CheckpointError: the folder cannot be read, or holds no such model.
             ConfigError: the model has another algorithm, is for another target or is not supported.
         """
-        if self.checker:
-            resolve_name(self.checker)(self.name, model, target)
+        if not self.checker:
+            return ()
+        notes: tuple[str, ...] = resolve_name(self.checker)(self.name, model, target)
+        return notes
 
     def options_class(self) -> type[Settings] | None:
         """Return the settings class of its options; None if it has none."""

@@ -11,13 +11,17 @@ from drafter_svc.checkpoint.token_map import check_token_map, load_token_map
 from foretoken.errors import CheckpointError, ConfigError, PreconditionError
 from foretoken.models.checkpoint_files import tensor_files, tensor_headers
 from foretoken.models.config import load_config
+from foretoken.models.config_keys import unread_note
 from foretoken.models.draft_config import MTP_PREFIXES, USE_ANOTHER, HeadConfig, head_captured_layers, head_config
 from foretoken.models.head_shapes import check_head_tensors
+from foretoken.models.target_check import config_notes
 from foretoken.models.tensor_shapes import check_decoder
 
 
-def check_head_folder(algorithm: str, path: Path | None, target: Path) -> None:
+def check_head_folder(algorithm: str, path: Path | None, target: Path) -> tuple[str, ...]:
     """Check the folder of a head; ``path``: None for MTP, whose head is in the target's.
+
+    Return warnings about unknown keys of the head's own config.
 
     Raises:
         CheckpointError: the folder cannot be read, or holds no head.
@@ -38,6 +42,12 @@ def check_head_folder(algorithm: str, path: Path | None, target: Path) -> None:
                 advice=USE_ANOTHER,
             )
     check_head_tensors(path or target, headers, head, config)
+    return head_notes(path or target, head)
+
+
+def head_notes(path: Path, head: HeadConfig) -> tuple[str, ...]:
+    """Return warnings about the config of the head in ``path``."""
+    return unread_note(path / "config.json", head.unread_keys)
 
 
 def check_map(path: Path, target: Path, head: Path) -> None:
@@ -54,7 +64,10 @@ def check_map(path: Path, target: Path, head: Path) -> None:
 
 
 def check_head(algorithm: str, path: Path) -> HeadConfig:
-    """Return the config of the head in ``path``. Raises as ``check_head_folder``."""
+    """Return the config of the head in ``path``.
+
+    Raises ConfigError or CheckpointError if the folder holds no head of the algorithm.
+    """
     if algorithm == "MTP" and not any(name.startswith(MTP_PREFIXES) for name in tensor_files(path)):
         named = " or ".join(f"{prefix}*" for prefix in MTP_PREFIXES)
         raise CheckpointError(f"{path} has no MTP layers: it holds no tensor {named}")
@@ -67,8 +80,11 @@ def check_head(algorithm: str, path: Path) -> HeadConfig:
     return head
 
 
-def check_draft_model(algorithm: str, path: Path | None, target: Path) -> None:
-    """Check the folder of a model of the target's vocabulary. Raises as ``check_head_folder``."""
+def check_draft_model(algorithm: str, path: Path | None, target: Path) -> tuple[str, ...]:
+    """Check the folder of a model of the target's vocabulary.
+
+    Return and raise as ``check_head_folder``.
+    """
     # Imports the tokenizers library, which a head does without.
     from drafter_svc.checkpoint.tokenizer_match import check_same_tokenizer
 
@@ -83,3 +99,4 @@ def check_draft_model(algorithm: str, path: Path | None, target: Path) -> None:
     except PreconditionError as error:
         raise ConfigError(error.message) from error
     check_decoder(path, headers, draft)
+    return config_notes(path)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter_svc.checkpoint.model_folder import check_head
+from drafter_svc.checkpoint.model_folder import check_head, head_notes
 from drafter_svc.checkpoint.target_folder import target_folder
 from drafter_svc.checkpoint.token_map import check_token_map, load_token_map
 from drafter_svc.config import DrafterSettings
@@ -98,7 +98,10 @@ class HeadDrafter(ModelDrafter):
                 self._token_map = load_token_map(token_map)
         if path is not None:
             with at_fault("--speculative-draft-model-path"):
-                check_head(algorithm, path)
+                head = check_head(algorithm, path)
+            for note in head_notes(path, head):
+                # ``foretoken serve`` has said it.
+                logger.info("%s", note)
 
     def needs(self, target: TargetInfo) -> DrafterNeeds:
         """Return needs of hidden states, blocks, and the target's embedding and output head.

@@ -6,6 +6,7 @@ Missing tokens are prefilled, a bounded number in each request.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,12 +33,15 @@ from foretoken.models.config import load_config
 from foretoken.models.decoder_weights import load_decoder_weights
 from foretoken.models.draft_head import HeadOutput
 from foretoken.models.llama import HostLlama, Llama
+from foretoken.models.target_check import config_notes
 from foretoken.models.weights import Checkpoint
 
 if TYPE_CHECKING:
     from foretoken.models.device_batch import DeviceArrays
     from foretoken.models.device_llama import DeviceLlama
     from foretoken.models.target_weights import TargetWeights
+
+logger = logging.getLogger(__name__)
 
 # Most tokens that one request prefills, besides a few for each row: as many as a prefill chunk of a
 # verifier on a CPU, so that the drafter keeps pace and no step waits for a whole prompt.
@@ -136,6 +140,9 @@ class StandaloneDrafter(ModelDrafter):
         self._coupled = coupled_noise
         self._placement = placement = placement.of_folder(path)
         self._config = load_config(path)
+        for note in config_notes(path):
+            # ``foretoken serve`` has said it.
+            logger.info("%s", note)
         with Checkpoint(path) as checkpoint:
             self._weights = load_decoder_weights(self._config, checkpoint, placement.dtype, _silent, placement.backend)
 

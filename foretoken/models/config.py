@@ -9,7 +9,6 @@ Missing fields mean the same as there; tests compare the two.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.json_file import read_object
-from foretoken.models.config_keys import refused_key, unknown_keys
+from foretoken.models.architectures import unknown_architectures
+from foretoken.models.config_keys import refusal, refused_key, unknown_keys
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
 # transformers has no class for these, so their checkpoints name their own code, which is not needed
@@ -61,6 +61,8 @@ class _ConfigFile(BaseModel):
     layer_types: list[str] | None = None
 
 
+# The keys of config.json that are read here.
+READ_KEYS = frozenset(_ConfigFile.model_fields)
 # Defaults of fields that differ between model types.
 _DEFAULTS: dict[str, dict[str, int]] = {
     "llama": {"eos_token_id": 2},
@@ -118,8 +120,9 @@ def load_config(path: Path) -> ModelConfig:
         ConfigError: the model type or a feature is not supported; names it.
     """
     raw = read_config_file(path)
-    if numeric := unknown_keys(raw, _ConfigFile.model_fields)[0]:
-        raise ConfigError(_refusal(path / "config.json", raw, *numeric))
+    if numeric := unknown_keys(raw, READ_KEYS)[0]:
+        raise ConfigError(refusal(path / "config.json", {key: raw[key] for key in numeric}))
+    unknown_architectures(raw, path / "config.json")
     generation = read_object(path / "generation_config.json") or {}
     return parse_config(raw, path / "config.json", generation)
 
@@ -127,7 +130,7 @@ def load_config(path: Path) -> ModelConfig:
 def read_config_file(path: Path) -> dict[str, Any]:
     """Return the fields of the folder's config.json.
 
-    Raises as ``load_config``; ``auto_map`` is rejected.
+    Raises CheckpointError as ``load_config``, and ConfigError for ``auto_map``, which needs code.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder with a checkpoint")
@@ -147,19 +150,20 @@ def unread_keys(path: Path) -> list[str]:
 
     None of them changes the numbers.
     """
-    return unknown_keys(read_config_file(path), _ConfigFile.model_fields)[1]
+    return unknown_keys(read_config_file(path), READ_KEYS)[1]
 
 
 def parse_config(raw: dict[str, Any], file: Path, generation: dict[str, Any]) -> ModelConfig:
     """Return the config of the fields of config.json and generation_config.json.
 
-    ``file`` is named in errors. Raises as ``load_config``.
+    ``file`` is named in errors. Raises ConfigError for a model that is not supported,
+    CheckpointError for a field of another form.
     """
     if raw.get("model_type") not in MODEL_TYPES:
         supported = ", ".join(MODEL_TYPES)
         raise ConfigError(f"model_type {raw.get('model_type')!r} is not supported; supported: {supported}")
     if (key := refused_key(raw)) is not None:
-        raise ConfigError(_refusal(file, raw, key))
+        raise ConfigError(refusal(file, {key: raw[key]}))
     try:
         parsed = _ConfigFile.model_validate(_DEFAULTS[raw["model_type"]] | raw)
     except ValidationError as error:
@@ -167,11 +171,6 @@ def parse_config(raw: dict[str, Any], file: Path, generation: dict[str, Any]) ->
         field = ".".join(map(str, first["loc"]))
         raise CheckpointError(f"{file}: {field}: {first['msg']}") from error
     return _reduce(parsed, generation)
-
-
-def _refusal(file: Path, raw: dict[str, Any], *keys: str) -> str:
-    shown = ", ".join(f"{key} {json.dumps(raw[key])}" for key in keys)
-    return f"{file}: {shown} is not supported; it changes the model's numbers"
 
 
 def _reduce(parsed: _ConfigFile, generation: dict[str, Any]) -> ModelConfig:

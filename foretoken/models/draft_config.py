@@ -11,14 +11,16 @@ run with the arithmetic of their Qwen3 body (plain norms and attention), not Qwe
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from foretoken.drafting import FINAL_NORM
 from foretoken.errors import CheckpointError, ConfigError
-from foretoken.models.checkpoint_files import tensor_files
-from foretoken.models.config import ModelConfig, parse_config, read_config_file
+from foretoken.models.checkpoint_files import tensor_files, tensor_headers
+from foretoken.models.config import READ_KEYS, ModelConfig, parse_config, read_config_file
+from foretoken.models.config_keys import HARMLESS_IN_HEADS, OF_LLAMA4, check_keys
 
 Layout = Literal["eagle", "eagle3", "mimo", "qwen3_next"]
 
@@ -33,9 +35,20 @@ _MTP_NAMES: tuple[tuple[Layout, str, str], ...] = (
     ("mimo", "model.mtp_layers.", r"model\.mtp_layers\.(\d+)\."),
     ("qwen3_next", "mtp.", r"mtp\.layers\.(\d+)\."),
 )
+# Tensors that only EAGLE-3 has, as stored. Some EAGLE heads have a norm.weight too.
+_ONLY_EAGLE3 = re.compile(
+    r"(model\.)?(midlayer\.|aux_norm_|fc_norm\.|input_norm\.|layers\.\d+\.hidden_norm\.|d2t$|t2d$)"
+)
 MTP_PREFIXES = tuple(prefix for _, prefix, _ in _MTP_NAMES)
 _HEAD_MODEL_TYPES = ("llama", "llama4_text", "mistral", "qwen2", "qwen3")
 _DEFAULT_NUM_LAYERS = 3
+# Keys that the config of an EAGLE-3 head has beside its layers' keys, itself or in eagle_config.
+_EAGLE3_KEYS = frozenset(
+    {
+        *("use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"),
+        *("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output", "draft_vocab_size", "target_hidden_size"),
+    }
+)
 # What to do about a head that does not fit.
 USE_ANOTHER = "use one that was trained for this model"
 OTHER_TARGET = f"this head was made for another target; {USE_ANOTHER}"
@@ -57,6 +70,7 @@ class HeadConfig:
         norm_before_residual: the first layer's residual is the output of ``hidden_norm``, not its
             input.
         norm_output: the head is fed the output of its last norm, not its input.
+        unread_keys: keys of a config of its own that are not known; none changes the numbers.
     """
 
     layout: Layout
@@ -68,6 +82,7 @@ class HeadConfig:
     layer_ids: tuple[int, ...] | None = None
     norm_before_residual: bool = False
     norm_output: bool = False
+    unread_keys: tuple[str, ...] = ()
 
     @property
     def family(self) -> Literal["eagle", "eagle3", "mtp"]:
@@ -98,9 +113,15 @@ def head_config(path: Path) -> HeadConfig:
         raise CheckpointError(f"{path} holds no draft head: neither fc.weight and a layer, nor MTP layers")
     if any(".kv_a_proj" in name for name in stored):
         raise ConfigError(f"{path}: draft heads with latent attention (MLA, kv_a_proj_with_mqa) are not supported")
-    if "layers.0.hidden_norm.weight" in stored or "d2t" in stored:
-        return _eagle3_config(raw, path, stored)
-    return HeadConfig(layout="eagle", body=_body(raw, path, stored), num_depths=1, stored_names=stored)
+    file = path / "config.json"
+    for key in ("eagle_config", "transformer_layer_config"):
+        if not isinstance(raw.get(key), dict | None):
+            raise CheckpointError(f"{file}: {key}: not an object")
+    if _is_eagle3(path, stored):
+        head = _eagle3_config(raw, path, stored)
+        return replace(head, unread_keys=_unread_keys(raw, file, _EAGLE3_KEYS))
+    body = _body(raw, path, stored)
+    return HeadConfig("eagle", body, num_depths=1, stored_names=stored, unread_keys=_unread_keys(raw, file))
 
 
 def head_captured_layers(config: HeadConfig, num_target_layers: int) -> tuple[int, ...]:
@@ -133,6 +154,16 @@ def _canonical_names(files: dict[str, Path]) -> dict[str, str]:
             raise CheckpointError(f"{files[name]}: {name} and {stored[canonical]} are the same tensor")
         stored[canonical] = name
     return stored
+
+
+def _is_eagle3(path: Path, stored: dict[str, str]) -> bool:
+    """Return whether any tensor is one that only EAGLE-3 has, by its name or its shape."""
+    if any(_ONLY_EAGLE3.match(name) for name in stored.values()):
+        return True
+    headers = tensor_headers(path)
+    query, joint = (headers.get(stored.get(name, "")) for name in ("layers.0.self_attn.q_proj.weight", "fc.weight"))
+    # Attention reads the embedding beside the hidden state.
+    return query is not None and joint is not None and query.shape[-1] == 2 * joint.shape[0]
 
 
 def _mtp_config(raw: dict[str, Any], path: Path, layout: Layout, stored: dict[str, str], layer: str) -> HeadConfig:
@@ -177,6 +208,28 @@ def _eagle3_config(raw: dict[str, Any], path: Path, stored: dict[str, str]) -> H
         norm_before_residual=bool(settings.get("norm_before_residual", False)),
         norm_output=bool(settings.get("norm_output", False)),
     )
+
+
+def _unread_keys(raw: dict[str, Any], file: Path, read: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the keys that are not known. Raises ConfigError for one that changes the numbers.
+
+    ``read``: keys that the head reads, beside those of its layers.
+    """
+    layer = raw.get("transformer_layer_config")
+    nested = raw.get("eagle_config") or {}
+    known = {*read, *HARMLESS_IN_HEADS, "eagle_config", "speculators_model_type"}
+    of_layer = {*READ_KEYS, "intermediate_size_mlp", *known}
+    if (raw if layer is None else layer).get("model_type") == "llama4_text":
+        of_layer |= OF_LLAMA4
+    if layer is None:
+        unread = check_keys(raw, of_layer, file)
+    else:
+        # A copy of the layer's field says nothing more.
+        own = {key: value for key, value in raw.items() if key not in layer or layer[key] != value}
+        unread = check_keys(own, {*known, "transformer_layer_config", "model_type", "tie_word_embeddings"}, file)
+        unread += check_keys(layer, of_layer, file, "transformer_layer_config.")
+    own = {key: value for key, value in nested.items() if key not in raw or raw[key] != value}
+    return (*unread, *check_keys(own, known, file, "eagle_config."))
 
 
 def _body(raw: dict[str, Any], path: Path, stored: dict[str, str]) -> ModelConfig:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from foretoken.models.architectures import architecture_note
 from foretoken.models.checkpoint_files import tensor_headers
-from foretoken.models.config import load_config, unread_keys
+from foretoken.models.config import load_config, read_config_file, unread_keys
+from foretoken.models.config_keys import unread_note
 from foretoken.models.tensor_shapes import check_decoder
 
 
 def check_target(path: Path) -> tuple[str, ...]:
-    """Check a target's folder as loading would; return warnings about unknown config keys.
+    """Check a target's folder as loading would; return warnings about its config.
 
     Raises:
         CheckpointError: the folder cannot be read, or tensors are missing, misshapen or unknown.
@@ -18,5 +20,10 @@ def check_target(path: Path) -> tuple[str, ...]:
     """
     config = load_config(path)
     check_decoder(path, tensor_headers(path), config)
-    unread = unread_keys(path)
-    return (f"{path / 'config.json'}: not known and ignored: {', '.join(unread)}",) if unread else ()
+    return config_notes(path)
+
+
+def config_notes(path: Path) -> tuple[str, ...]:
+    """Return warnings about a model's config.json. Raises as ``check_target``."""
+    file = path / "config.json"
+    return (*architecture_note(read_config_file(path), file), *unread_note(file, unread_keys(path)))

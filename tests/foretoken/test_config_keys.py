@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from foretoken.errors import ConfigError
 from foretoken.models.config import load_config, parse_config, unread_keys
 from foretoken.models.draft_config import head_config
+from foretoken.models.target_check import config_notes
 from tests.references import head_files
 
 COMMON = {
@@ -161,6 +163,45 @@ HEAD_KEYS: dict[str, dict[str, Any]] = {
         "num_aux_hidden_states": 3,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True},
     },
+    "EAGLE3 of SafeAILab": {"transformers_version": "4.28.1", "use_cache": True, "torch_dtype": "float16"},
+    "EAGLE3 of SpecForge": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "max_window_layers": 48,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+        "pretraining_tp": 1,
+        "target_model_type": "gemma3_text",
+        "target_hidden_size": head_files.HIDDEN,
+        "additional_fc": False,
+        "reuse_target_lm_head": True,
+    },
+    "EAGLE3 of NVIDIA": {
+        "mlp_bias": False,
+        "num_eagle_features": 1,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [1, 3, 4],
+            "use_aux_hidden_state": True,
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+            "parallel_draft_step": 1,
+            "parallel_draft_heads_num_layers": None,
+            "has_lm_head": True,
+        },
+    },
+    "EAGLE3 for Llama 4": {
+        "model_type": "llama4_text",
+        "intermediate_size_mlp": head_files.MIDDLE,
+        "attention_chunk_size": None,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": False,
+        "floor_scale": 8192,
+        "num_experts_per_tok": 1,
+        "router_aux_loss_coef": 0.001,
+    },
 }
 
 
@@ -168,7 +209,75 @@ HEAD_KEYS: dict[str, dict[str, Any]] = {
 def test_keys_of_heads_are_taken(name: str, tmp_path: Path) -> None:
     config, tensors = head_files.eagle_files() if name == "EAGLE" else head_files.eagle3_files()
     head_files.write_folder(tmp_path, config | HEAD_KEYS[name], tensors)
-    assert head_config(tmp_path).family == name.lower()
+    head = head_config(tmp_path)
+    assert (head.family, head.unread_keys) == (name.lower().partition(" ")[0], ())
+
+
+def speculators_head(folder: Path, layer: dict[str, Any] | None = None, **fields: Any) -> Path:
+    """Save a head in the dialect of vLLM's speculators; ``layer``: more fields of its layers."""
+    config, tensors = head_files.eagle3_files(layer="layers.0")
+    config = head_files.speculators_config(config, **fields)
+    config["transformer_layer_config"] |= layer or {}
+    return head_files.write_folder(folder, config, tensors)
+
+
+def test_keys_of_speculators_are_taken(tmp_path: Path) -> None:
+    """The config of its layers has all fields of transformers' class and of its base class."""
+    layer = LlamaConfig().to_dict() | head_files.HEAD_CONFIG | {"head_dim": head_files.DIM, "rope_parameters": None}
+    fields = {
+        "speculators_version": "0.4.0",
+        "has_no_defaults_at_init": False,
+        "embed_requires_grad": True,
+        "base_model_ep_plan": {"layers.*": "colwise"},
+        "tie_word_embeddings": True,
+        "vocab_size": head_files.VOCAB,
+        "model_type": "speculator_model",
+        "transformers_version": "5.0",
+        "dtype": "bfloat16",
+    }
+    assert head_config(speculators_head(tmp_path, layer, **fields)).unread_keys == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("attn_scale_foo", 0.5), ("logits_scaling", 8.0), ("post_block_norm", True), ("use_mtp_layernorm", True)],
+)
+def test_keys_of_heads_that_change_the_numbers_are_refused_by_name(key: str, value: object, tmp_path: Path) -> None:
+    eagle, eagle3 = head_files.eagle_files(), head_files.eagle3_files()
+    folders = {
+        key: [
+            head_files.write_folder(tmp_path / "eagle", eagle[0] | {key: value}, eagle[1]),
+            head_files.write_folder(tmp_path / "eagle3", eagle3[0] | {key: value}, eagle3[1]),
+            speculators_head(tmp_path / "top", **{key: value}),
+        ],
+        f"eagle_config.{key}": [
+            head_files.write_folder(tmp_path / "nested", eagle3[0] | {"eagle_config": {key: value}}, eagle3[1])
+        ],
+    }
+    for name, heads in folders.items():
+        for head in heads:
+            with pytest.raises(ConfigError, match=rf"{head.name}/config\.json: {name} .* is not supported"):
+                head_config(head)
+    # Keys that are refused in targets too are refused where the layers are read.
+    with pytest.raises(ConfigError, match=rf"{key} .* is not supported"):
+        head_config(speculators_head(tmp_path / "layer", {key: value}))
+
+
+def test_keys_of_eagle3_are_not_read_of_an_eagle_head(tmp_path: Path) -> None:
+    config, tensors = head_files.eagle_files()
+    head_files.write_folder(tmp_path, config | {"norm_output": True}, tensors)
+    with pytest.raises(ConfigError, match="norm_output true is not supported"):
+        head_config(tmp_path)
+
+
+def test_other_keys_of_heads_are_named(tmp_path: Path) -> None:
+    for name, (config, tensors) in {"eagle": head_files.eagle_files(), "eagle3": head_files.eagle3_files()}.items():
+        nested = {"hidden_size": 7, "head_dim": config.get("head_dim"), "note": "x"}
+        fields = {"my_key": 3, "eagle_config": nested}
+        head = head_config(head_files.write_folder(tmp_path / name, config | fields, tensors))
+        assert head.unread_keys == ("my_key", "eagle_config.hidden_size", "eagle_config.note")
+    head = head_config(speculators_head(tmp_path / "speculators", {"a_note": "x"}, my_key=3))
+    assert head.unread_keys == ("my_key", "transformer_layer_config.a_note")
 
 
 @pytest.mark.parametrize(
@@ -195,6 +304,12 @@ def test_keys_of_heads_are_taken(name: str, tmp_path: Path) -> None:
         ("post_block_norm", True),
         ("attention_window_size", 512),
         ("expert_interval", 2),
+        ("use_bidirectional_attention", True),
+        ("use_bidirectional_attention", "all"),
+        ("bidirectional_layers", [1]),
+        # A false that asks for something.
+        ("is_causal", False),
+        ("use_rope", False),
     ],
 )
 def test_keys_that_change_the_numbers_are_refused_by_name(key: str, value: object, tmp_path: Path) -> None:
@@ -215,6 +330,9 @@ def test_keys_that_change_the_numbers_are_refused_by_name(key: str, value: objec
         ("partial_rotary_factor", 1.0),
         ("hidden_scaling", 1.0),
         ("post_block_norm", False),
+        ("use_bidirectional_attention", False),
+        ("is_causal", True),
+        ("is_causal", None),
     ],
 )
 def test_values_that_ask_for_nothing_are_taken(key: str, value: object, tmp_path: Path) -> None:
@@ -226,6 +344,39 @@ def test_other_keys_are_named(tmp_path: Path) -> None:
     save(tmp_path, PUBLISHED["Llama 3.1"] | {"trained_by": "us", "a_note": "x"})
     load_config(tmp_path)
     assert unread_keys(tmp_path) == ["a_note", "trained_by"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("LlamaForSequenceClassification", "LlamaForTokenClassification", "LlamaForQuestionAnswering"),
+        *("LlamaBidirectionalModel", "LlamaBidirectionalForSequenceClassification", "Qwen2ForRewardModel"),
+        "LlavaForConditionalGeneration",
+    ],
+)
+def test_a_class_of_another_task_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    message = rf'config\.json: architectures \["{name}"\] is not supported: not a causal language model'
+    with pytest.raises(ConfigError, match=message):
+        load_config(save(tmp_path, PUBLISHED["Llama 3.1"] | {"architectures": [name]}))
+
+
+@pytest.mark.parametrize("name", ["FooForCausalLM", "LlamaModel", "Qwen2ForCausalLM"])
+def test_an_unknown_class_is_named(name: str, tmp_path: Path) -> None:
+    load_config(save(tmp_path, PUBLISHED["Llama 3.1"] | {"architectures": [name]}))
+    (note,) = config_notes(tmp_path)
+    assert note.endswith(f"architectures {name} not known for model_type llama: run as LlamaForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("model", "architectures"),
+    [
+        *(("Llama 2", ["LLaMAForCausalLM"]), ("Llama 2", []), ("Llama 2", None), ("Qwen3", ["Qwen3ForCausalLM"])),
+        *(("Mistral", ["MistralForCausalLM"]), ("MiMo", ["MiMoForCausalLM"]), ("MiMo", ["MiMoMTP"])),
+    ],
+)
+def test_known_classes_are_taken(model: str, architectures: list[str] | None, tmp_path: Path) -> None:
+    load_config(save(tmp_path, PUBLISHED[model] | {"architectures": architectures}))
+    assert config_notes(tmp_path) == ()
 
 
 def test_a_heads_layer_is_checked_too(tmp_path: Path) -> None:

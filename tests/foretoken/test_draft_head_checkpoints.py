@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafter_svc.checkpoint.model_folder import check_head_folder
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models.config import load_config
 from foretoken.models.draft_config import head_config
@@ -228,6 +229,21 @@ def test_tensors_that_are_refused(target: Path, eagle3: Path, change: Callable[[
         load(eagle3, target)
 
 
+@pytest.mark.parametrize("layer", ["midlayer", "layers.0"])
+@pytest.mark.parametrize("norm", ["hidden_norm", "input_layernorm"])
+@pytest.mark.parametrize("has_vocab", [True, False])
+def test_a_missing_norm_of_eagle3_is_named(
+    target: Path, tmp_path: Path, layer: str, norm: str, has_vocab: bool
+) -> None:
+    """Without it, and without a vocabulary of its own, the head is still none of EAGLE."""
+    config, tensors = head_files.eagle3_files(layer=layer, head=has_vocab)
+    del tensors[f"{layer}.{norm}.weight"]
+    head = write_folder(tmp_path / "head", config, tensors)
+    assert head_config(head).family == "eagle3"
+    with pytest.raises(CheckpointError, match=rf"tensor layers\.0\.{norm}\.weight is missing"):
+        check_head_folder("EAGLE3", head, target)
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -237,6 +253,9 @@ def test_tensors_that_are_refused(target: Path, eagle3: Path, change: Callable[[
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ({"num_aux_hidden_states": 4}, "num_aux_hidden_states 4"),
         ({"eagle_aux_hidden_state_layer_ids": "2"}, "eagle_aux_hidden_state_layer_ids"),
+        ({"aux_hidden_state_layer_ids": [1, 2, 3]}, "aux_hidden_state_layer_ids"),
+        ({"eagle_config": "x"}, "eagle_config: not an object"),
+        ({"transformer_layer_config": [1]}, "transformer_layer_config: not an object"),
         ({"norm_before_fc": True}, "norm_before_fc is set, but tensor input_norm"),
         ({"fc_norm": True}, "fc_norm is set"),
         ({"speculators_model_type": "mlp_speculator"}, "speculators_model_type 'mlp_speculator'"),

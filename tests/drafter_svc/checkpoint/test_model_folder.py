@@ -11,6 +11,8 @@ import pytest
 
 from drafter_svc.algorithms import ALGORITHMS
 from drafter_svc.checkpoint.model_folder import check_draft_model, check_head_folder, check_map
+from drafter_svc.config import DrafterSettings
+from drafter_svc.server import make_drafter
 from foretoken.errors import CheckpointError, ConfigError
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
@@ -30,7 +32,31 @@ def changed(source: Path, folder: Path, **fields: Any) -> Path:
     ("algorithm", "name"), [("EAGLE", "eagle2"), ("EAGLE3", "eagle3"), ("STANDALONE", "standalone")]
 )
 def test_the_demos_own_drafters_fit(algorithm: str, name: str) -> None:
-    ALGORITHMS[algorithm].check_files(DEMO / name, TARGET)
+    assert ALGORITHMS[algorithm].check_files(DEMO / name, TARGET) == ()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name"), [("EAGLE", "eagle2"), ("EAGLE3", "eagle3"), ("STANDALONE", "standalone")]
+)
+def test_unknown_keys_of_a_drafter_are_named(
+    algorithm: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A drafter names them too when it starts."""
+    folder = changed(DEMO / name, tmp_path / "drafter", my_key=3)
+    note = f"{folder}/config.json: not known and ignored: my_key"
+    assert ALGORITHMS[algorithm].check_files(folder, TARGET) == (note,)
+    with caplog.at_level("INFO"):
+        make_drafter(DrafterSettings(address="unix:/d", algorithm=algorithm, speculative_draft_model_path=folder))
+    assert note in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name"), [("EAGLE", "eagle2"), ("EAGLE3", "eagle3"), ("STANDALONE", "standalone")]
+)
+def test_a_key_of_a_drafter_that_changes_the_numbers_is_refused(algorithm: str, name: str, tmp_path: Path) -> None:
+    folder = changed(DEMO / name, tmp_path / "drafter", attn_scale_foo=0.5)
+    with pytest.raises(ConfigError, match=r"attn_scale_foo 0\.5 is not supported"):
+        ALGORITHMS[algorithm].check_files(folder, TARGET)
 
 
 @pytest.mark.parametrize(("algorithm", "name"), [("EAGLE", "eagle2"), ("EAGLE3", "eagle3")])
