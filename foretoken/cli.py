@@ -29,7 +29,8 @@ from foretoken.commands.serve_command import ServeCommand
 from foretoken.commands.settings_command import SettingsCommand
 
 if TYPE_CHECKING:
-    from foretoken.commands.service_settings import ServeOptions, StackSettings, VerifierStack
+    from foretoken.commands.options import ServeOptions
+    from foretoken.commands.service_settings import StackSettings, VerifierStack
     from foretoken.drafter import Drafter
     from foretoken.service import Service
     from gateway.config import GatewaySettings
@@ -97,7 +98,8 @@ def serve(given: Given) -> None:
     SGLang's command lines work as typed. After Ctrl-C or SIGTERM running streams have 14 seconds to
     finish; a second Ctrl-C stops at once.
     """
-    from foretoken.commands.service_settings import ServeOptions, stack_settings, verifier_stack
+    from foretoken.commands.options import ServeOptions
+    from foretoken.commands.service_settings import stack_settings, verifier_stack
     from foretoken.runtime_folder import runtime_folder
 
     _say_all(given.notices)
@@ -106,6 +108,7 @@ def serve(given: Given) -> None:
         from gateway.tokenizer import Tokenizer
 
         plan = stack_settings(given, Path("/none"))
+        _check_sampling_defaults(plan.gateway)
         # Check the tokenizer's files and the chat template as a gateway would. It takes a second.
         Tokenizer(plan.gateway.model, plan.gateway.chat_template)
         _say_all(plan.notices)
@@ -123,6 +126,7 @@ def serve(given: Given) -> None:
         if options.executor == "ray":
             sys.exit(_supervise_ray(given, options, folder))
         settings = stack_settings(given, folder)
+        _check_sampling_defaults(settings.gateway)
         _say_all(settings.notices)
         sys.exit(_supervise(settings, folder))
 
@@ -130,7 +134,8 @@ def serve(given: Given) -> None:
 @app.command(cls=SettingsCommand)
 def gateway(given: Given) -> None:
     """Start one gateway: text in, text out, over REST and gRPC. MODEL holds its tokenizer."""
-    from foretoken.commands.service_settings import GatewayOptions, find_checkpoint, gateway_settings
+    from foretoken.commands.options import GatewayOptions
+    from foretoken.commands.service_settings import find_checkpoint, gateway_settings
     from foretoken.telemetry import configure_logging
 
     settings = gateway_settings(given).model_copy(update={"model": find_checkpoint(given)})
@@ -156,20 +161,23 @@ def verifier(given: Given) -> None:
     # barrier, even while the thread that it waits for has lost its core.
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", MATMULS_BY_CUBLASLT)
-    from foretoken.commands import service_settings
+    from foretoken.commands import service_settings, stack_drafters
+    from foretoken.commands.options import VerifierOptions
     from foretoken.drafter_names import check_together
 
-    options = given.settings(service_settings.VerifierOptions)
-    endpoints, held = service_settings.drafters_of_verifier(given)
+    options = given.settings(VerifierOptions)
+    endpoints, held = stack_drafters.drafters_of_verifier(given)
     settings = service_settings.verifier_settings(given, drafters=endpoints)
     check_together([*(spec.name for spec in held), *(endpoint.name for endpoint in settings.drafters)])
     settings = settings.model_copy(update={"model": service_settings.find_checkpoint(given)})
     if options.dry_run:
         # A start checks the same when it loads.
         _say_all(service_settings.check_target(settings.model))
-    inside = {spec.name: service_settings.drafter_settings(given, spec, "unix:/none") for spec in held}
+    inside = {spec.name: stack_drafters.drafter_settings(given, spec, "unix:/none") for spec in held}
     for drafter in inside.values():
-        service_settings.check_drafter(given, drafter, settings.model)
+        notes = stack_drafters.check_drafter(given, drafter, settings.model)
+        if options.dry_run:
+            _say_all(notes)
     if options.dry_run:
         attached = [f"{endpoint.name} at {endpoint.address}" for endpoint in settings.drafters]
         inside_names = [f"{spec.name} ({spec.algorithm}, in-process)" for spec in held]
@@ -177,15 +185,16 @@ def verifier(given: Given) -> None:
         has_model = bool(attached) or any(spec.row.runs_model for spec in held)
         _print_plan(settings, inside_names + attached, has_model=has_model)
         return
+    from foretoken.telemetry import configure_logging
+
+    configure_logging("verifier", options.log_level)
     in_process: dict[str, Drafter] = {}
     if inside:
         from drafter_svc.server import make_drafter
 
         in_process = {name: make_drafter(drafter_settings) for name, drafter_settings in inside.items()}
-    from foretoken.telemetry import configure_logging
     from verifier_svc import server
 
-    configure_logging("verifier", options.log_level)
     server.run(settings, in_process)
 
 
@@ -197,7 +206,7 @@ def drafter(given: Given) -> None:
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", MATMULS_BY_CUBLASLT)
     from drafter_svc.config import DrafterSettings
     from foretoken import hub
-    from foretoken.commands.service_settings import LogOptions
+    from foretoken.commands.options import LogOptions
     from foretoken.config import at_fault
 
     found: dict[str, Any] = {}
@@ -224,7 +233,7 @@ def doctor(given: Given) -> None:
     import json
 
     from foretoken.commands.diagnosis import diagnose
-    from foretoken.commands.service_settings import DoctorOptions
+    from foretoken.commands.options import DoctorOptions
     from foretoken.doctor import finding
 
     findings = diagnose(given)
@@ -282,6 +291,7 @@ def _supervise_ray(given: Given, options: ServeOptions, folder: Path) -> int:
         token_file.write_text(secrets.token_urlsafe())
         gateway = gateway.model_copy(update={"link_token_file": token_file})
         flags += ["--link-token-file", str(token_file)]
+    _check_sampling_defaults(gateway)
     service, announce_ready = _gateway(gateway, options.log_level, folder)
     words = service_settings.words_of_verifier(given)
     return _run([stack.ray_verifiers(flags, words, file, folder / "verifiers.sock"), service], announce_ready)
@@ -332,7 +342,7 @@ def _verifier_services(settings: VerifierStack, folder: Path) -> list[Service]:
     """
     from drafter_svc.drafter_spec import spec_text
     from foretoken import stack
-    from foretoken.commands.service_settings import LogOptions, VerifierOptions
+    from foretoken.commands.options import LogOptions, VerifierOptions
     from foretoken.config import to_flags
     from foretoken.links import is_unix, read_credentials
 
@@ -396,6 +406,13 @@ def _gateway(settings: GatewaySettings, log_level: str, folder: Path) -> tuple[S
 
     service = stack.gateway(command, probe, to_environment(settings), reloads=settings.is_reloadable)
     return service, announce_ready
+
+
+def _check_sampling_defaults(settings: GatewaySettings) -> None:
+    """Raise CheckpointError if a gateway could not read the checkpoint's sampling defaults."""
+    from gateway.sampling_defaults import SamplingDefaults
+
+    SamplingDefaults.of_settings(settings)
 
 
 def _say_all(lines: Iterable[str]) -> None:

@@ -73,7 +73,7 @@ class Address:
         if not self.key_from or status not in (401, 403):
             return f"status {status}: {error_text(body)}"
         if self.key:
-            return f"status {status}: {error_text(body)} (the key is that of {self.key_from})"
+            return f"status {status}: {error_text(body)} (the key comes from {self.key_from})"
         return f"status {status}: the server wants an API key: set {self.key_from}"
 
     def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:

@@ -170,7 +170,10 @@ def _text_of(choice: dict[str, Any]) -> str:
 
 
 def take_apart(recording: Recording) -> tuple[int, list[tuple[bytes, int]]]:
-    """Return the status and the body's pieces, each with its end in the raw response."""
+    """Return the status and the body's pieces, each with its end in the raw response.
+
+    Raises StreamError if it is no HTTP response.
+    """
     raw = bytes(recording.raw)
     head, separator, _ = raw.partition(b"\r\n\r\n")
     status_line, *lines = head.split(b"\r\n")

@@ -1,7 +1,7 @@
 """The figures of a served load. Times are milliseconds, rates are per second.
 
-Tokens are those of the answers' ``usage``. A chunk may hold several tokens: a server that
-speculates sends one chunk a step.
+The number of tokens comes from the answers' ``usage``. A chunk may hold several tokens: a server
+that speculates sends one chunk a step.
 """
 
 from __future__ import annotations

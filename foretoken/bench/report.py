@@ -25,7 +25,7 @@ COMPARED = {
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One figure of the first server over that of the second: one ratio for each round."""
+    """One figure of the first server divided by the second server's: one ratio for each round."""
 
     load: str
     figure: str
@@ -139,7 +139,8 @@ def to_ratios(found: Sequence[Ratio], names: Sequence[str], width: int) -> str:
     titles = [f"{title} ({'higher' if more else 'lower'})" for title, more in COMPARED.values()]
     first, second = names
     head = (
-        f"{first} / {second}: the figure of {first} over that of {second}, median of the rounds (least to most).",
+        f"{first} / {second}: the figure of {first} divided by the figure of {second}, "
+        "median of the rounds (least to most).",
         f"(higher): {first} is better if the ratio is above 1. (lower): if it is below 1.",
     )
     lines = [wrapped for line in head for wrapped in textwrap.wrap(line, width)]

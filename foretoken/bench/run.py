@@ -133,7 +133,9 @@ def address_of(url: str, key: SecretStr | None, prefix: str) -> Address:
 
     Of several keys the first counts.
 
-    ``prefix`` is that of the fields which name the server.
+    ``prefix``: how the names of the server's fields begin.
+
+    Raises ConfigError that names the flag if ``url`` is no address.
     """
     url = url.rstrip("/").removesuffix("/v1")
     keys = key.get_secret_value().split() if key is not None else []

@@ -99,7 +99,7 @@ class BenchSettings(LoadSettings):
     )
     compare_api_key: Annotated[
         SecretStr | None,
-        Flag(metavar="KEY", env="FORETOKEN_COMPARE_API_KEY", unset="that of the first server", secret=True),
+        Flag(metavar="KEY", env="FORETOKEN_COMPARE_API_KEY", unset="the first server's", secret=True),
     ] = Field(default=None, description="API key of the second server.")
     compare_model: Annotated[str | None, Flag(metavar="NAME", unset="the first that it lists")] = Field(
         default=None, description="Name of the model at the second server."
@@ -116,7 +116,7 @@ class BenchSettings(LoadSettings):
         default=0,
         ge=0,
         description="Prompts of one measurement; auto: as many as --duration takes; without it, 4 for each that runs "
-        "at once, or those of 20 seconds, and at least 32.",
+        "at once, or as many as a rate sends in 20 seconds, and at least 32.",
     )
     duration_s: Annotated[float | None, Flag("--duration", metavar="SECONDS", unset="none")] = Field(
         default=None,
@@ -140,9 +140,9 @@ class BenchSettings(LoadSettings):
     extra_request_body: Annotated[dict[str, Any], Flag(metavar="JSON", unset="none")] = Field(
         default_factory=dict, description="JSON object of more request fields."
     )
-    compare_extra_request_body: Annotated[
-        dict[str, Any] | None, Flag(metavar="JSON", unset="that of the first server")
-    ] = Field(default=None, description="JSON object of more request fields for the second server.")
+    compare_extra_request_body: Annotated[dict[str, Any] | None, Flag(metavar="JSON", unset="the first server's")] = (
+        Field(default=None, description="JSON object of more request fields for the second server.")
+    )
     goodput: Annotated[
         tuple[str, ...], SPLIT, Flag(metavar="ttft:MS,tpot:MS,e2e:MS", unset="none", one_or_many=True)
     ] = Field(default=(), description="Bounds in milliseconds that a request must meet to count as good.")

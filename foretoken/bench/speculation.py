@@ -61,7 +61,7 @@ def from_answers(answers: Sequence[CompletedRequest]) -> Speculation | None:
     )
     steps = drafted + plain
     histograms = (each.get("acceptance_histogram") or () for each in found)
-    # Entry k counts the drafts of which k tokens were accepted.
+    # Entry k counts the drafts with k accepted tokens.
     histogram = list(map(sum, zip_longest(*histograms, fillvalue=0)))
     acceptance = tuple(sum(histogram[k:]) / drafted for k in range(1, len(histogram))) if drafted else ()
     drafters: dict[str, list[int]] = {}

@@ -15,8 +15,9 @@ from foretoken.commands.settings_command import SettingsCommand
 def bench(given: Given) -> None:
     """Load an OpenAI-compatible server and measure it, or compare two.
 
-    The exit status is 1 if a request failed. Tokens are those of the answers' usage, never chunks.
-    The environment variable SSL_CERT_FILE names roots to check an https server by.
+    The exit status is 1 if a request failed. The number of tokens comes from the answers' usage;
+    chunks are never counted as tokens. The environment variable SSL_CERT_FILE names roots to check
+    an https server by.
     """
     from foretoken.bench.run import run
     from foretoken.bench.settings import BenchSettings

@@ -57,7 +57,10 @@ def check_archive(file: Path) -> bool:
 
 
 def load(file: Path) -> Any:
-    """Read the pickle by torch's unpickler, which only allows tensors and plain containers."""
+    """Read the pickle by torch's unpickler, which only allows tensors and plain containers.
+
+    Raises Refused if it holds anything else.
+    """
     import pickle
 
     import torch

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from drafter_svc.drafter_spec import DrafterSpec, name_in, parse_spec
 from foretoken import hub
-from foretoken.commands import service_settings, speculators
+from foretoken.commands import service_settings, speculators, stack_drafters
 from foretoken.commands.given import Given
-from foretoken.commands.service_settings import DoctorOptions
+from foretoken.commands.options import DoctorOptions
 from foretoken.doctor import gpu, model_files, multi_process, packages, space, torch_build
 from foretoken.doctor.finding import Finding, failed, ok, tried, warning
 from foretoken.doctor.ports import check_ports
@@ -24,12 +24,13 @@ from foretoken.mps import DRIVER
 from gateway.config import GatewaySettings
 from verifier_svc.config import VerifierSettings
 
+UNREAD_ADVICE = "compare with the model's card: foretoken does not use them"
 # Stand for what the machine's checks do not look at.
 _NO_MODEL = {"model": "none", "served_model_names": ("none",)}
 
 
 def diagnose(given: Given) -> list[Finding]:
-    """Run all checks; those of a model's files only if MODEL is given.
+    """Run all checks; check a model's files only if MODEL is given.
 
     Raises ConfigError for a flag's value that no machine takes.
     """
@@ -96,7 +97,7 @@ def _read_drafters(given: Given, options: DoctorOptions, said: list[str]) -> tup
         # Whether the drafters go together can be judged once all flags can be read.
         return specs, mistakes
     try:
-        return service_settings.drafter_specs(given, options, said), []
+        return stack_drafters.drafter_specs(given, options, said), []
     except ForetokenError as error:
         return specs, [failed("command line", error)]
 
@@ -132,14 +133,17 @@ def _build_settings(given: Given) -> None:
     service_settings.verifier_settings(given, address="unix:/none", drafters=[])
 
 
-def _check_target(folder: Path) -> Finding:
+def _check_files(name: str, check: Callable[[], tuple[str, ...]], found: str) -> Finding:
+    """Return ``found`` if ``check`` neither raises a ForetokenError nor returns warnings."""
     try:
-        unread = service_settings.check_target(folder)
+        unread = check()
     except ForetokenError as error:
-        return failed("target", error)
-    if unread:
-        return warning("target", "; ".join(unread), "compare with the model's card: foretoken does not use them")
-    return ok("target", "config and tensors are supported")
+        return failed(name, error)
+    return warning(name, "; ".join(unread), UNREAD_ADVICE) if unread else ok(name, found)
+
+
+def _check_target(folder: Path) -> Finding:
+    return _check_files("target", partial(service_settings.check_target, folder), "config and tensors are supported")
 
 
 def _check_drafter(given: Given, spec: DrafterSpec, target: Path) -> list[Finding]:
@@ -159,12 +163,11 @@ def _check_drafter(given: Given, spec: DrafterSpec, target: Path) -> list[Findin
         if findings[-1].level == "fault":
             return findings
 
-    def check() -> None:
-        settings = service_settings.drafter_settings(given, spec, "unix:/none")
-        service_settings.check_drafter(given, settings, target)
+    def check() -> tuple[str, ...]:
+        settings = stack_drafters.drafter_settings(given, spec, "unix:/none")
+        return stack_drafters.check_drafter(given, settings, target)
 
-    findings.append(tried(name, check, f"{spec.algorithm} fits the target"))
-    return findings
+    return [*findings, _check_files(name, check, f"{spec.algorithm} fits the target")]
 
 
 def _not_downloaded(check: str, model: str) -> Finding:

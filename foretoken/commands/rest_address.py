@@ -30,7 +30,7 @@ def key_headers() -> dict[str, str]:
 
 def key_hint(*, is_set: bool) -> str:
     """Return what to add to a refusal of the key. ``is_set``: whether ``key_headers`` had one."""
-    return " (the key is that of FORETOKEN_API_KEY)" if is_set else "; set FORETOKEN_API_KEY"
+    return " (the key comes from FORETOKEN_API_KEY)" if is_set else "; set FORETOKEN_API_KEY"
 
 
 def tls_context(url: str) -> ssl.SSLContext | bool:

@@ -43,7 +43,7 @@ class SettingsCommand(click.Command):
     @cached_property
     def settings(self) -> dict[str, Setting]:
         """The command's settings, by parameter name."""
-        from foretoken.commands.service_settings import settings_of_command
+        from foretoken.commands.options import settings_of_command
 
         return {"__".join(setting.path): setting for setting in settings_of_command(str(self.name))}
 
@@ -76,6 +76,11 @@ class SettingsCommand(click.Command):
                     formatter.write_dl([record for _, record in sorted(found, key=lambda row: row[0])])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the flags.
+
+        Raises ConfigError for vLLM's name of one, and UsageError that suggests a similar name for
+        an unknown one.
+        """
         own = {flag for option in self.get_params(ctx) for flag in option.opts}
         theirs = {name: ours for name, ours in VLLM_NAMES.items() if ours in own}
         answers = {name: f"is vLLM's name; here it is {ours}" for name, ours in theirs.items()}

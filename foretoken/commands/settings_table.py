@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Literal, get_args, get_origin
 
-from foretoken.commands.service_settings import COMMANDS, TuneOptions, settings_of_command
+from foretoken.commands.options import COMMANDS, TuneOptions, settings_of_command
 from foretoken.config import Setting, settings_of
 
 _HEAD = """# Settings
 
-Each setting of `foretoken serve`, `gateway`, `verifier`, `drafter`, `bench` and `tune` is a flag. It is
-also a key of the file that `--config FILE` names: the flag without its dashes. A flag wins over
-the environment, the environment over the file, the file over the default. A repeated flag is a list
-in the file. `foretoken tune` takes the settings of `serve`, too.
+Each setting of `foretoken serve`, `gateway`, `verifier`, `drafter`, `bench` and `tune` is a flag.
+It is also a key of the file that `--config FILE` names: the flag without its dashes. A flag wins
+over the environment, the environment over the file, the file over the default. A repeated flag is a
+list in the file. `foretoken tune` takes the settings of `serve`, too.
 
-`serve`, `doctor` and `tune` take a shortened flag as long as only one flag begins so, as SGLang does:
-`--speculative-num-st 3`. Keys of a file are written in full.
+`serve`, `doctor` and `tune` take a shortened flag as long as only one flag begins so, as SGLang
+does: `--speculative-num-st 3`. Keys of a file are written in full.
 
 ```yaml
 model: /absolute/path/of/a/model   # or a hub id, or demo
@@ -24,11 +24,13 @@ drafter:
   - name=a,algorithm=NGRAM
 ```
 
-A file whose name ends in `.yaml` or `.yml` is YAML, any other TOML (`port = 8080`). Values are read as
-written, so `mps: off` needs no quotes. A key that is unknown, there twice, or without a value is refused.
+A file whose name ends in `.yaml` or `.yml` is YAML, any other TOML (`port = 8080`). Values are read
+as written, so `mps: off` needs no quotes. A key that is unknown, there twice, or without a value is
+refused.
 
-`make docs` writes this page from the settings classes (`config.py` of each service, `foretoken/common_settings.py`,
-`foretoken/commands/service_settings.py`, `foretoken/bench/settings.py`, `foretoken/tune/settings.py`).
+`make docs` writes this page from the settings classes (`config.py` of each service,
+`foretoken/common_settings.py`, `foretoken/commands/options.py`, `foretoken/bench/settings.py`,
+`foretoken/tune/settings.py`).
 
 | setting | command | default | values | meaning |
 | --- | --- | --- | --- | --- |"""

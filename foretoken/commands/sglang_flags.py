@@ -223,7 +223,12 @@ RENAMED_VALUES: dict[str, Mapping[str, str]] = {
     "--dtype": {"half": "float16", "float": "float32"},
     # The same algorithm under its first name.
     "--speculative-algorithm": {"LOOKAHEAD": "NGRAM"},
+    # Prompts in one piece. Memory for a chunk is set aside at the start: 5 GiB for so many tokens
+    # of an 8B model.
+    "--chunked-prefill-size": {"-1": "8192"},
 }
+# What is said about a renamed value of a flag that does not mean quite the same.
+SAID_OF_RENAMED = {"--chunked-prefill-size": "longer prompts take several steps"}
 # Values of settings that name what only SGLang has, and what foretoken does instead.
 INSTEAD_OF_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
     "--attention-backend": (

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from foretoken.commands.sglang_flags import (
     INSTEAD_OF_VALUES,
     RENAMED_VALUES,
+    SAID_OF_RENAMED,
     SGLANG_FLAGS,
     SglangFlag,
 )
@@ -75,7 +76,9 @@ def _own(name: str, left: list[str], *, has_value: bool) -> tuple[list[str], str
         return [], f"{name} {value}: {instead}"
     if value in RENAMED_VALUES.get(name, {}):
         left.pop(0)
-        return [name, RENAMED_VALUES[name][value]], ""
+        ours = RENAMED_VALUES[name][value]
+        said = SAID_OF_RENAMED.get(name)
+        return [name, ours], f"{name} {value} is {ours} here: {said}" if said else ""
     if has_value:
         # Keep it in one word: the value may be empty or look like a flag.
         return [f"{name}={left.pop(0)}"], ""

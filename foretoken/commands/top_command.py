@@ -29,7 +29,7 @@ _BY_SIGNAL = 128
 def top(url: str, key_file: Path | None, interval: float, once: bool) -> None:
     """Show a running gateway's figures: load, latency, speculation, caches. Ctrl-C ends it.
 
-    They are those of the dashboard, over the last 10 seconds. The environment variable
+    It shows the dashboard's figures, over the last 10 seconds. The environment variable
     FORETOKEN_API_KEY holds the key of a gateway that needs one.
     """
     from rich.console import Console

@@ -16,7 +16,7 @@ from foretoken.commands.serve_command import ServeCommand
 
 if TYPE_CHECKING:
     from foretoken.bench.client import Address
-    from foretoken.commands.service_settings import TuneOptions
+    from foretoken.commands.options import TuneOptions
     from foretoken.commands.tuning import Trial
     from foretoken.tune.run import TuneOutcome
 
@@ -35,7 +35,7 @@ def tune(given: Given) -> None:
     Ctrl-C ends it with what is known.
     """
     from foretoken.commands import config_file, tuning
-    from foretoken.commands.service_settings import TuneOptions
+    from foretoken.commands.options import TuneOptions
     from foretoken.tune import run, server
     from foretoken.tune.tuner import plan_of
 

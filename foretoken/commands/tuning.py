@@ -12,7 +12,8 @@ from drafter_svc.config import DrafterSettings
 from drafter_svc.drafter_spec import DrafterSpec, spec_text
 from foretoken.commands.config_file import YAML_SUFFIXES, Value
 from foretoken.commands.given import Given
-from foretoken.commands.service_settings import ServeOptions, TuneOptions, settings_of_command, verifier_stack
+from foretoken.commands.options import ServeOptions, TuneOptions, settings_of_command
+from foretoken.commands.service_settings import verifier_stack
 from foretoken.errors import ConfigError
 from foretoken.tune.candidates import AUTO, PLAIN, ShapeFlags, TunedDrafter, bounds_of
 from foretoken.tune.choice import LimitedCandidate

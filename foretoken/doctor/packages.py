@@ -18,7 +18,7 @@ def check_packages(required: Iterable[str], installed: Mapping[str, str]) -> Fin
     """Compare requirements with installed versions.
 
     Args:
-        required: as a package's metadata has them; those of extras count only if installed.
+        required: as a package's metadata has them; requirements of extras count only if installed.
         installed: versions by name.
     """
     problems = []

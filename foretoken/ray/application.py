@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from foretoken.commands import service_settings
 from foretoken.commands.given import Given
-from foretoken.commands.service_settings import LogOptions
+from foretoken.commands.options import LogOptions
 from foretoken.errors import ConfigError
 from foretoken.ray.command_line import parse, to_words
 from foretoken.ray.http_only import HttpOnly
@@ -116,9 +116,9 @@ class Verifier:
         return Member(self._process.address, self._checkpoint)
 
     async def check_health(self) -> None:
-        """Raise if the verifier's own health says that it takes no sequences.
+        """Ask the verifier's own health whether it takes sequences.
 
-        Ray then replaces the replica.
+        Raises RuntimeError if it does not. Ray then replaces the replica.
         """
         if not await self._process.is_serving():
             raise RuntimeError(f"the verifier at {self._process.address} is not serving")

@@ -83,8 +83,8 @@ class DrafterStatus:
 class ControllerChoice:
     """What one verifier's controller chose last for overlapped steps with one drafter, and why.
 
-    ``nodes``, ``levels``: of a tree; ``rows``: of the step, for each sequence. Tokens a second are
-    those of the whole batch, as the controller expects them.
+    ``nodes``, ``levels``: of a tree; ``rows``: of the step, for each sequence. Tokens a second
+    are for the whole batch, as the controller expects them.
     """
 
     drafter: str

@@ -1,6 +1,6 @@
 """Draw a gateway's figures for a terminal of 80 columns or more.
 
-Titles are those of the dashboard's panels.
+Titles are the same as on the dashboard's panels.
 """
 
 from __future__ import annotations

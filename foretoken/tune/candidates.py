@@ -98,7 +98,7 @@ def candidates(
     """Return all candidates, plain decode and ``auto`` first.
 
     Args:
-        drafters: those of the server.
+        drafters: the server's drafters.
         wanted: names, or several joined by +; empty: each drafter by itself.
         shapes: for drafters with a model.
 

@@ -41,7 +41,7 @@ def plan_rungs(num_contenders: int, num_kept: int, budget: int) -> tuple[Rung, .
     """Return the rungs that ``budget`` rounds in all allow: about as many rounds in each rung.
 
     Args:
-        num_contenders: candidates of which half are dropped after each rung.
+        num_contenders: candidates; half of them are dropped after each rung.
         num_kept: candidates that are never dropped.
 
     Raises:

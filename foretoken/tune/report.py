@@ -89,7 +89,7 @@ def to_caution(choice: LimitedCandidate, dataset_path: Path | None) -> list[str]
     if dataset_path is None:
         off = " Speculation is off on their account alone." if choice.candidate == PLAIN else ""
         return [
-            "CAUTION: this was measured on random words, of which drafters guess little; your text may do otherwise."
+            "CAUTION: this was measured on random words, which drafters seldom guess; your text may do otherwise."
             f"{off} Try prompts of yours: --dataset-name file --dataset-path FILE, one prompt a line"
         ]
     if choice.candidate == PLAIN:
@@ -160,7 +160,7 @@ def draw(findings: Findings, choice: LimitedCandidate) -> str:
 
 
 def _taken(candidate: Candidate, limit: int, batch: int) -> Candidate:
-    """Return the candidate for a batch: plain decode above ``limit`` requests. A limit of 0 is none."""
+    """Return the candidate for a batch: plain decode above ``limit`` requests; 0: no limit."""
     return PLAIN if 0 < limit < batch else candidate
 
 

@@ -1,4 +1,4 @@
-"""Declare the settings of ``foretoken tune``, beside those of ``foretoken serve``."""
+"""Declare the settings of ``foretoken tune``, beside the settings of ``foretoken serve``."""
 
 from __future__ import annotations
 

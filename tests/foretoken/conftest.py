@@ -52,6 +52,6 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Service]:
 
     monkeypatch.setattr("foretoken.supervisor.Supervisor", Recorder)
     # The tests' folders have only the names of a checkpoint's files.
-    monkeypatch.setattr(Algorithm, "check_files", lambda algorithm, path, target: None)
+    monkeypatch.setattr(Algorithm, "check_files", lambda algorithm, path, target: ())
     monkeypatch.setattr("foretoken.models.target_check.check_target", lambda path: ())
     return seen

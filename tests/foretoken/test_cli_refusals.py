@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socket
@@ -143,6 +144,36 @@ def test_dry_run_refuses_a_checkpoint_without_a_tokenizer(tmp_path: Path, served
     (tmp_path / "config.json").touch()
     result = CliRunner().invoke(app, ["serve", str(tmp_path), "--dry-run"])
     assert str(result.exception) == f"{tmp_path} holds no checkpoint: there is no tokenizer.json"
+
+
+def test_a_folder_of_several_checkpoints_is_refused_with_the_name_of_the_target(
+    served: dict[str, tuple[Any, ...]],
+) -> None:
+    result = CliRunner().invoke(app, ["serve", str(DEMO), "--dry-run"])
+    assert str(result.exception) == f"{DEMO} holds no checkpoint: there is no config.json; {DEMO / 'target'} has one"
+
+
+@pytest.mark.parametrize("plan", [("--dry-run",), ()])
+@pytest.mark.parametrize("source", ["auto", "vllm", "none"])
+def test_unusable_sampling_defaults_are_refused_before_anything_starts(
+    tmp_path: Path,
+    served: dict[str, tuple[Any, ...]],
+    supervised: dict[str, Service],
+    plan: tuple[str, ...],
+    source: str,
+) -> None:
+    """``vllm`` and ``none`` do not read them."""
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(DEMO / "target" / name, tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 9.0}')
+    ports = ("--port", free_port(), "--grpc-port", free_port())
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--generation-config", source, *ports, *plan])
+    if source == "auto":
+        assert isinstance(result.exception, CheckpointError)
+        assert "temperature must be a number in [0, 2], got 9.0" in str(result.exception)
+        assert supervised == {}
+    else:
+        assert result.exit_code == 0, result.output
 
 
 def test_dry_run_refuses_what_the_gateway_could_not_read(tmp_path: Path, served: dict[str, tuple[Any, ...]]) -> None:
@@ -345,6 +376,21 @@ def test_a_drafter_whose_files_cannot_do_is_refused_before_anything_starts(
     assert isinstance(result.exception, ConfigError)
     assert re.match(message, str(result.exception)), str(result.exception)
     assert started == []
+
+
+@pytest.mark.parametrize("dry_run", [("--dry-run",), ()])
+def test_unknown_keys_of_a_head_are_named(
+    tmp_path: Path, dry_run: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(DEMO / "eagle3", tmp_path / "head")
+    config = tmp_path / "head" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"my_key": 3}))
+    monkeypatch.setattr("foretoken.cli._supervise", lambda settings, folder: 0)
+    drafter = f"name=a,algorithm=EAGLE3,model={config.parent}"
+    ports = ("--port", free_port(), "--grpc-port", free_port())
+    result = CliRunner().invoke(app, ["serve", str(DEMO / "target"), "--drafter", drafter, *ports, *dry_run])
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count(f"{config}: not known and ignored: my_key\n") == 1
 
 
 def test_what_a_drafter_is_checked_by_loads_no_torch() -> None:

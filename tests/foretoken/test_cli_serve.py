@@ -337,6 +337,12 @@ def test_named_drafters_take_the_place_of_the_demos(
     invoke("serve", "demo", *ports(), "--speculative-algorithm", "NONE")
     assert list(supervised) == ["verifier", "gateway"]
     supervised.clear()
+    # Its head needs no --speculative-draft-model-path.
+    invoke("serve", "demo", *ports(), "--speculative-algorithm", "EAGLE3")
+    assert list(supervised) == ["drafter eagle3", "verifier", "gateway"]
+    invoke(*words(supervised["verifier"]))
+    assert served["verifier"][1] == {}
+    supervised.clear()
     invoke("serve", "demo", *ports(), "--drafter", "name=mine,algorithm=NGRAM")
     assert list(supervised) == ["verifier", "gateway"]
     invoke(*words(supervised["verifier"]))

@@ -231,7 +231,7 @@ def test_a_missing_key_and_a_wrong_one_name_the_variable(server: Server, monkeyp
     with pytest.raises(ForetokenError, match=r"invalid API key; set FORETOKEN_API_KEY$"):
         run(server)
     monkeypatch.setenv("FORETOKEN_API_KEY", "another")
-    with pytest.raises(ForetokenError, match=r"invalid API key \(the key is that of FORETOKEN_API_KEY\)$"):
+    with pytest.raises(ForetokenError, match=r"invalid API key \(the key comes from FORETOKEN_API_KEY\)$"):
         run(server)
 
 

@@ -73,6 +73,14 @@ def test_unknown_keys_are_a_warning(target: Path) -> None:
     assert doctor(target).exit_code == 0
 
 
+def test_unknown_keys_of_a_head_are_a_warning(tmp_path: Path) -> None:
+    shutil.copytree(DEMO / "eagle3", tmp_path / "head")
+    config = tmp_path / "head" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"made_by": "us"}))
+    found = findings(DEMO / "target", "--drafter", f"name=head,algorithm=EAGLE3,model={config.parent}")["drafter head"]
+    assert (found["level"], "made_by" in found["found"]) == ("warning", True)
+
+
 def test_files_that_are_missing_end_the_checks_of_the_model(target: Path) -> None:
     (target / "tokenizer.json").unlink()
     found = findings(target)

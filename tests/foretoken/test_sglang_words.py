@@ -6,12 +6,14 @@ import re
 
 import pytest
 
-from foretoken.commands.service_settings import settings_of_command
-from foretoken.commands.sglang_flags import INSTEAD_OF_VALUES, RENAMED_VALUES, SAME_FLAGS, SGLANG_FLAGS
+from foretoken.commands.options import settings_of_command
+from foretoken.commands.sglang_flags import INSTEAD_OF_VALUES, RENAMED_VALUES, SAID_OF_RENAMED, SAME_FLAGS, SGLANG_FLAGS
 from foretoken.commands.sglang_page import _HEAD, lines
 from foretoken.commands.sglang_words import translate
+from foretoken.config import build
 from foretoken.errors import ConfigError
 from tests.support.command_line import ROOT
+from verifier_svc.config import VerifierSettings
 
 OWN = {setting.flag for setting in settings_of_command("serve")} | {"--config", "--dry-run", "--help"}
 
@@ -65,6 +67,17 @@ def test_what_has_no_use_is_said_once() -> None:
     assert [notice.partition(": ")[0] for notice in notices] == said
 
 
+@pytest.mark.parametrize("line", ["--chunked-prefill-size -1 m", "--chunked-prefill-size=-1 m", "--chunked -1 m"])
+def test_prompts_in_one_piece_are_the_largest_chunk(line: str) -> None:
+    words, notices = translate(line.split(), OWN)
+    assert words == ["--chunked-prefill-size", "8192", "m"]
+    assert notices == ["--chunked-prefill-size -1 is 8192 here: longer prompts take several steps"]
+    needed = {"model": "m", "served_model_name": "m", "address": "unix:/v"}
+    build(VerifierSettings, needed | {"chunked_prefill_size": 65536})
+    with pytest.raises(ConfigError, match="at most 65536"):
+        build(VerifierSettings, needed | {"chunked_prefill_size": 65537})
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -94,6 +107,7 @@ def test_the_table_is_sound() -> None:
         assert {word for word in row.to if word.startswith("--")} <= OWN, row.names
     assert set(SAME_FLAGS) <= OWN
     assert {*RENAMED_VALUES, *INSTEAD_OF_VALUES} <= set(SAME_FLAGS)
+    assert SAID_OF_RENAMED.keys() <= RENAMED_VALUES.keys()
 
 
 def test_the_page_is_of_the_table() -> None:

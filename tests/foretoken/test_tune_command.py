@@ -16,7 +16,8 @@ from foretoken.bench.client import Address
 from foretoken.cli import app
 from foretoken.commands.config_file import read_config, write_config
 from foretoken.commands.given import Given
-from foretoken.commands.service_settings import COMMANDS, ServeOptions, TuneOptions, stack_settings
+from foretoken.commands.options import COMMANDS, ServeOptions, TuneOptions
+from foretoken.commands.service_settings import stack_settings
 from foretoken.commands.settings_command import SettingsCommand
 from foretoken.commands.tuning import config_of, trial_of
 from foretoken.errors import ConfigError, ForetokenError
@@ -225,7 +226,7 @@ class TreeFlags(tuple[int, int, int]):
 
 
 def test_tune_takes_all_flags_of_serve_but_those_of_a_start() -> None:
-    from foretoken.commands.service_settings import settings_of_command
+    from foretoken.commands.options import settings_of_command
 
     serve = {setting.flag for setting in settings_of_command("serve") if not setting.is_argument}
     tune = {setting.flag for setting in settings_of_command("tune")}

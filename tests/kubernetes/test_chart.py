@@ -38,7 +38,7 @@ def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
 def settings(container: Manifest) -> Settings:
     """Return the settings that a container's command line means, as the service reads it."""
     from drafter_svc.config import DrafterSettings
-    from foretoken.commands.service_settings import drafters_of_verifier
+    from foretoken.commands.stack_drafters import drafters_of_verifier
     from gateway.config import GatewaySettings
     from verifier_svc.config import VerifierSettings
 

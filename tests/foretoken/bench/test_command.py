@@ -170,7 +170,7 @@ def test_a_server_that_wants_a_key_says_what_to_set(tmp_path: Path, words: tuple
         compared = bench(open_server, "--compare-url", str(server.address))
     for result, what in (
         (missing, "status 401: the server wants an API key: set FORETOKEN_API_KEY or --api-key"),
-        (wrong, "status 401: no API key (the key is that of FORETOKEN_API_KEY or --api-key)"),
+        (wrong, "status 401: no API key (the key comes from FORETOKEN_API_KEY or --api-key)"),
         (compared, "the server wants an API key: set FORETOKEN_COMPARE_API_KEY or --compare-api-key"),
     ):
         (line,) = result.stderr.splitlines()

@@ -103,7 +103,8 @@ def test_ratios_are_of_the_pairs_and_not_of_the_medians() -> None:
     assert found["ttft_p50_ms"].median == pytest.approx(2.0)
     text = report.to_ratios(list(found.values()), ["first", "second"], 80)
     assert (
-        text.startswith("first / second: the figure of first over that of second") and "0.500 (0.200 to 0.500)" in text
+        text.startswith("first / second: the figure of first divided by the figure of second")
+        and "0.500 (0.200 to 0.500)" in text
     )
     (column,) = columns(text.partition("\n\n")[2])
     higher = {"tok/s (higher)", "requests/s (higher)", "interactivity p50 (higher)"}

@@ -141,7 +141,7 @@ def test_the_operators_key_is_sent_alone_and_shows_more(key_file: Path) -> None:
         (
             error(403, "this key may not read metrics"),
             {"FORETOKEN_API_KEY": "one"},
-            "this key may not read metrics (the key is that of FORETOKEN_API_KEY); or give the operator's with "
+            "this key may not read metrics (the key comes from FORETOKEN_API_KEY); or give the operator's with "
             "--admin-api-key-file",
         ),
         (error(404, "Not Found"), {}, "{url} answers, but is not a foretoken gateway"),
