@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -36,6 +37,8 @@ LONGEST_PROBE_DELAY_S = 0.5
 HEARTBEAT_S = 1.0
 # After this time the supervisor says that a start may take longer.
 SLOW_START_S = 15.0
+# And so often what it still waits for.
+STILL_STARTING_S = 30.0
 # Once all required services are ready, the others have this long to become ready. A gateway that
 # is ready has waited for its drafters, so only a probe can be late.
 OPTIONAL_READY_S = 1.5
@@ -325,13 +328,7 @@ class Supervisor:
 
     async def _wait_ready(self) -> None:
         required = [watch for watch in self._watches if watch.service.required]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SLOW_START_S):
-                await _all_ready(required)
-        missing = [watch.service.name for watch in required if not watch.ready.is_set()]
-        if missing and self._slow_notice:
-            self._announce(f"waiting for {', '.join(missing)}{self._slow_notice}")
-        await _all_ready(required)
+        await self._all_required_ready(required)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPTIONAL_READY_S):
                 await _all_ready(self._watches)
@@ -339,6 +336,24 @@ class Supervisor:
             if not watch.ready.is_set():
                 self._announce(f"{watch.service.name} is not ready yet; continuing without it")
         self._on_ready()
+
+    async def _all_required_ready(self, required: Sequence[_Watch]) -> None:
+        """Wait until all are ready.
+
+        Say after SLOW_START_S, and then every STILL_STARTING_S, which are not.
+        """
+        began, pause_s = time.monotonic(), SLOW_START_S
+        for is_first in itertools.chain((True,), itertools.repeat(False)):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await _all_ready(required)
+                return
+            names = ", ".join(watch.service.name for watch in required if not watch.ready.is_set())
+            if names and self._slow_notice:
+                waited_s = time.monotonic() - began
+                still, more = ("", self._slow_notice) if is_first else ("still ", f" after {waited_s:.0f} s")
+                self._announce(f"{still}waiting for {names}{more}")
+            pause_s = STILL_STARTING_S
 
     async def _stop(self, watch: _Watch) -> None:
         await watch.service.probe.close()

@@ -104,6 +104,7 @@ def say(line: str) -> None:
 def main() -> int:
     spec = json.loads(sys.argv[1])
     supervisor.OPTIONAL_READY_S, supervisor.SLOW_START_S = spec["optional_ready_s"], spec["slow_start_s"]
+    supervisor.STILL_STARTING_S = spec["slow_start_s"]
     supervisor.HEARTBEAT_S, pulse.MAX_SILENCE_S = spec["heartbeat_s"], spec["max_silence_s"]
     supervisor.BEFORE_KILL_S = spec["before_kill_s"]
     # No process lives so long here that its next start would not wait.

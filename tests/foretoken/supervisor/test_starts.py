@@ -40,8 +40,10 @@ def test_a_long_start_is_spoken_of(start: Start) -> None:
         ("first", "unready"), ("second", "unready"), ("drafter", "unready"), optional="drafter", slow_start_s=0.1
     )
     driver.read_until("waiting for first, second for long")
+    driver.read_until("still waiting for first, second after 0 s")
     (driver.folder / "first").touch()
     driver.read_until("first is ready after")
+    driver.read_until("still waiting for second after")
     (driver.folder / "second").touch()
     driver.read_until("READY")
     driver.process.send_signal(signal.SIGTERM)
