@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 import foretoken
 from foretoken import telemetry
 from foretoken.errors import ForetokenError
-from gateway import error_shapes, http
+from gateway import error_shapes, http, ignored_fields
 from gateway.access import caller as callers
 from gateway.access.rest_guard import AccessMiddleware
 from gateway.anthropic.api import anthropic_router
@@ -36,6 +36,9 @@ from gateway.sglang.control import control_router
 from gateway.sglang.generate import generate_router
 from gateway.sglang.info import info_router
 from gateway.tokenize_api import tokenize_router
+
+# What pages of --allowed-origins may read of an answer beside its body; request-id is Anthropic's.
+EXPOSED_HEADERS = ["retry-after", "x-request-id", "request-id", ignored_fields.HEADER.decode()]
 
 
 def create_app(core: GatewayCore) -> FastAPI:
@@ -78,7 +81,7 @@ def _add_middleware(app: FastAPI, core: GatewayCore) -> None:
             allow_origins=settings.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["retry-after", "x-request-id"],
+            expose_headers=EXPOSED_HEADERS,
         )
     check = CallerCheck(settings.host, settings.allowed_hosts, settings.allowed_origins)
     app.add_middleware(CallerMiddleware, check=check, reject=reject)
@@ -104,7 +107,7 @@ def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
         """Return the state of verifiers and drafters; 200 if ready, else 503.
 
         Ready means that requests are taken and that, since the start, each drafter of the settings
-        has attached or was waited for in vain. Requests are taken during that wait. A caller
+        has attached or the wait for it has ended. Requests are taken during that wait. A caller
         without the key that this server needs gets the status alone.
         """
         infos = await core.verifiers.fetch_infos()
@@ -113,7 +116,7 @@ def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
             "status": "ready" if is_ready else "draining" if core.admission.draining else "not ready"
         }
         if callers.current().may_see:
-            details["model"] = core.settings.served_model_name
+            details["model"] = core.model_names[0]
             details["verifiers"] = [
                 {
                     "address": client.address,
@@ -133,7 +136,7 @@ def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
         return http.json_response(
             {
                 "version": foretoken.__version__,
-                "model": core.settings.served_model_name,
+                "model": core.model_names[0],
                 "generation_config": core.settings.generation_config,
                 "sampling_defaults": core.sampling_defaults.as_dict(),
                 "verifiers": [_verifier(address, info) for address, info in infos.items()],
@@ -150,6 +153,8 @@ def _add_operator_routes(app: FastAPI, core: GatewayCore) -> None:
 def _verifier(address: str, info: VerifierInfo | None) -> dict[str, Any]:
     names = ("version", "model_name", "model_fingerprint", "device", "dtype", "mode", "max_model_len", "vocab_size")
     known = {} if info is None else {name: getattr(info, name) for name in names}
+    if info is not None and not callers.current().may_use(info.model_name):
+        del known["model_name"]
     return {"address": address, **known, "drafters": _drafters(info)}
 
 

@@ -59,7 +59,7 @@ async def assembled(
         keyring = _keyring(settings) if settings.needs_key else None
         policy = Policy(
             keyring,
-            models=(settings.served_model_name,),
+            models=settings.served_model_names,
             operator_key=admin_key,
             probe_key=None if settings.probe_key is None else settings.probe_key.get_secret_value(),
             needs_certificate=settings.ssl_ca_certs is not None,

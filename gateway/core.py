@@ -58,7 +58,7 @@ class GatewayCore:
         """
         self.settings = settings
         self.admin_key = admin_key
-        self.policy = policy or Policy(None, models=(settings.served_model_name,), operator_key=admin_key)
+        self.policy = policy or Policy(None, models=settings.served_model_names, operator_key=admin_key)
         self.tokenizer = tokenizer
         self.verifiers = verifiers
         self.admission = Admission(settings.max_concurrent_requests)
@@ -77,11 +77,7 @@ class GatewayCore:
         self.recent = RecentRequests()
         # What all gateway processes do, one entry each.
         self.activity: Callable[[], Awaitable[list[dict[str, Any]]]] = self._activity_here
-        self.sampling_defaults = (
-            SamplingDefaults.of_checkpoint(settings.model)
-            if settings.generation_config == "auto"
-            else SamplingDefaults()
-        )
+        self.sampling_defaults = SamplingDefaults.of_settings(settings)
         self.chat_forms = ChatForms(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         self.texts = Texts(tokenizer, self.info)
         self._tracer = tracer
@@ -109,20 +105,25 @@ class GatewayCore:
         """Milliseconds that a request may take."""
         return round(1e3 * self.settings.request_timeout_s)
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names of the served model that the caller may use, at least one."""
+        return tuple(filter(callers.current().may_use, self.settings.served_model_names))
+
     def check_model(self, name: str | None) -> None:
         """Raise NotFoundError unless ``name`` is one of the served model's, or absent.
 
         Raises PermissionDeniedError if the caller may not use it.
         """
-        served = self.settings.served_model_names
-        callers.current().check_model(name or self.settings.served_model_name)
+        served = self.model_names
+        callers.current().check_model(name or served[0])
         if name and name not in served:
             known = ", ".join(map(repr, served))
             raise NotFoundError(f"the model {name!r} does not exist; this server serves {known}", field="model")
 
     def answered_model(self, name: str | None) -> str:
         """Return the name of the model in the answer to a request for ``name``."""
-        return name or self.settings.served_model_name
+        return name or self.model_names[0]
 
     def check_open(self) -> None:
         """Raise QueueFullError or UnavailableError if the caller's request would be refused now.

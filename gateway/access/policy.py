@@ -49,7 +49,7 @@ class Policy:
         probe_key: str | None = None,
         needs_certificate: bool = False,
     ) -> None:
-        """``keyring``: None, if clients need no key; ``models``: names of the served model.
+        """``keyring``: None, if clients need no key; ``models``: all names of the served model.
 
         ``probe_key``: the supervisor's, which shows it the details of ``/ready``.
         ``needs_certificate``: only public calls may come without a client certificate.
@@ -66,12 +66,10 @@ class Policy:
             return self._visitor(shown)
         if self._needs_certificate and not shown.has_certificate:
             raise UnauthenticatedError(NO_CERTIFICATE)
-        if who is Who.OPERATOR and self._operator_key is not None:
+        if who is Who.OPERATOR:
             return self._operator(shown)
         if self._keyring is None:
             return ANYBODY
-        if who is Who.OPERATOR:
-            raise PermissionDeniedError(NO_OPERATOR)
         caller = self._client(self._keyring, shown)
         if caller is None:
             if self._is_operator(shown):
@@ -95,15 +93,21 @@ class Policy:
         if _holds(secrets, self._probe_key) or self._is_operator(shown):
             return ANYBODY
         caller = self._client(self._keyring, shown) if self._keyring is not None else None
-        # Its name and limits do not matter for a public call.
-        return ANYBODY if caller is not None and any(map(caller.may_use, self._models)) else STRANGER
+        return caller if caller is not None and any(map(caller.may_use, self._models)) else STRANGER
 
     def _operator(self, shown: Credentials) -> Caller:
-        if not shown.secrets:
-            raise UnauthenticatedError(NO_OPERATOR_KEY)
-        if not self._is_operator(shown):
-            raise PermissionDeniedError(NOT_THE_OPERATOR)
-        return ANYBODY
+        """Return the caller of an operator's call.
+
+        Raises UnauthenticatedError without a known key, PermissionDeniedError for a client's.
+        """
+        has_operator = self._operator_key is not None
+        if self._is_operator(shown) or (self._keyring is None and not has_operator):
+            return ANYBODY
+        if self._keyring is not None and self._client(self._keyring, shown) is not None:
+            raise PermissionDeniedError(NOT_THE_OPERATOR if has_operator else NO_OPERATOR)
+        if shown.secrets:
+            raise UnauthenticatedError(WRONG_KEY)
+        raise UnauthenticatedError(NO_OPERATOR_KEY if has_operator else NO_OPERATOR)
 
     def _is_operator(self, shown: Credentials) -> bool:
         return _holds(shown.secrets, self._operator_key)

@@ -72,7 +72,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> gateway_pb2.GetModelResponse:
         info = await self._core.info()
         return gateway_pb2.GetModelResponse(
-            model=self._core.settings.served_model_name,
+            model=self._core.model_names[0],
             version=foretoken.__version__,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,

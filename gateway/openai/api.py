@@ -27,8 +27,8 @@ def openai_router(core: GatewayCore) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> Response:
-        """List the served model, once for each of its names."""
-        data = [await _model(core, name) for name in core.settings.served_model_names]
+        """List the served model, once for each of its names that the caller may use."""
+        data = [await _model(core, name) for name in core.model_names]
         return http.json_response({"object": "list", "data": data})
 
     @router.get("/v1/models/{name:path}")
@@ -100,7 +100,7 @@ async def _model(core: GatewayCore, name: str) -> dict[str, Any]:
         "object": "model",
         "created": core.created,
         "owned_by": "foretoken",
-        "root": core.settings.served_model_name,
+        "root": core.model_names[0],
         "parent": None,
         "max_model_len": (await core.info()).max_model_len,
     }

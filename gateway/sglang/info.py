@@ -33,8 +33,6 @@ SETTINGS = (
     "allowed_hosts",
     "allowed_origins",
     "vllm_metric_names",
-    "served_model_name",
-    "served_model_names",
     "drain_timeout_s",
 )
 
@@ -44,7 +42,7 @@ def info_router(core: GatewayCore) -> APIRouter:
     router = APIRouter(tags=["SGLang"])
 
     @router.get("/server_info")
-    @router.get("/get_server_info", include_in_schema=False)
+    @router.get("/get_server_info")
     async def server_info() -> Response:
         """Return settings without secrets, and the figures of each verifier.
 
@@ -59,6 +57,8 @@ def info_router(core: GatewayCore) -> APIRouter:
         return http.json_response(
             {
                 **{name: getattr(core.settings, name) for name in SETTINGS},
+                "served_model_name": core.model_names[0],
+                "served_model_names": core.model_names,
                 "version": foretoken.__version__,
                 "model_path": str(core.settings.model),
                 "tokenizer_path": str(core.settings.model),
@@ -75,7 +75,7 @@ def info_router(core: GatewayCore) -> APIRouter:
         )
 
     @router.get("/model_info")
-    @router.get("/get_model_info", include_in_schema=False)
+    @router.get("/get_model_info")
     async def model_info() -> Response:
         """Return the model's folder and what it is."""
         info = await core.info()
@@ -83,7 +83,7 @@ def info_router(core: GatewayCore) -> APIRouter:
             {
                 "model_path": str(core.settings.model),
                 "tokenizer_path": str(core.settings.model),
-                "served_model_name": core.settings.served_model_name,
+                "served_model_name": core.model_names[0],
                 "is_generation": True,
                 "preferred_sampling_params": None,
                 "weight_version": info.model_fingerprint,

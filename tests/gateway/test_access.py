@@ -18,7 +18,11 @@ from grpc_reflection.v1alpha import reflection_pb2
 from starlette.routing import Route as StarletteRoute
 
 from foretoken.config import build
+from foretoken.errors import PermissionDeniedError, UnauthenticatedError
+from gateway.access.caller import ANYBODY
 from gateway.access.key_file import entry_text
+from gateway.access.keyring import Keyring
+from gateway.access.policy import Credentials, Policy
 from gateway.access.routes import ROUTES, RPCS, Route, Rpc, Who, table
 from gateway.app import create_app
 from gateway.config import GatewaySettings
@@ -112,7 +116,7 @@ def expected(who: Who, call: str) -> int | None:
         case "no key" | "a page with no key":
             return 401
         case "a wrong key" | "a wrong x-api-key":
-            return 403 if who is Who.OPERATOR else 401
+            return 401
         case "a key for another server's model":
             return 403
         case "a tenant's key":
@@ -217,12 +221,38 @@ async def test_a_page_asks_first_without_a_key(stack: Stack) -> None:
     assert (await stack.http.options("/v1/completions")).status_code == 401
 
 
+async def test_a_page_can_read_the_headers_that_are_for_it(stack: Stack) -> None:
+    headers = {"origin": WEB_PAGE, "x-api-key": TENANT}
+    for url, request_id in (("/v1/completions", "x-request-id"), ("/v1/messages", "request-id")):
+        body = {"prompt": "a"} if url == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+        answer = await stack.http.post(url, json={**body, "max_tokens": 2, "later": 1}, headers=headers)
+        exposed = answer.headers["access-control-expose-headers"].split(", ")
+        assert {"retry-after", request_id, "x-foretoken-ignored-fields"} <= set(exposed)
+        assert answer.headers["x-foretoken-ignored-fields"] == "later" and request_id in answer.headers
+
+
 async def test_readiness_has_details_for_whoever_has_a_key(stack: Stack) -> None:
     async def shown(headers: dict[str, str]) -> set[str]:
         return set((await stack.http.get("/ready", headers=headers)).json())
 
     assert await shown({}) == await shown({"x-api-key": ELSEWHERE}) == {"status"}
     assert await shown({"x-api-key": TENANT}) == {"status", "model", "verifiers"}
+
+
+@pytest.mark.parametrize("operator_key", [OPERATOR, None])
+def test_an_operators_call_of_either_protocol_needs_a_known_key(tmp_path: Path, operator_key: str | None) -> None:
+    """REST and gRPC ask this policy, and an error has its status in both."""
+    (tmp_path / "keys.toml").write_text(entry_text("acme", TENANT))
+    policy = Policy(Keyring([], tmp_path / "keys.toml"), models=(MODEL,), operator_key=operator_key)
+    for shown in (Credentials(), Credentials(b"Bearer wrong"), Credentials(api_key=b"wrong")):
+        with pytest.raises(UnauthenticatedError) as unknown:
+            policy.admit(Who.OPERATOR, shown)
+        assert unknown.value.status is grpc.StatusCode.UNAUTHENTICATED
+    with pytest.raises(PermissionDeniedError) as known:
+        policy.admit(Who.OPERATOR, Credentials(api_key=TENANT.encode()))
+    assert known.value.status is grpc.StatusCode.PERMISSION_DENIED
+    if operator_key is not None:
+        assert policy.admit(Who.OPERATOR, Credentials(f"Bearer {operator_key}".encode())) is ANYBODY
 
 
 @pytest.mark.parametrize("rpc", [rpc for rpc in RPCS if rpc.who is not Who.SERVICE], ids=lambda rpc: rpc.path)
@@ -261,4 +291,4 @@ async def test_without_keys_everybody_may_call(model_folder: Path, stack: Stack)
             answer = await client.get(path)
             assert answer.status_code == 200 and MODEL in answer.text
         assert (await client.get("/v1/corpora")).status_code == 401
-        assert (await client.get("/v1/drafters", headers={"x-api-key": "no"})).status_code == 403
+        assert (await client.get("/v1/drafters", headers={"x-api-key": "no"})).status_code == 401

@@ -11,6 +11,7 @@ import pytest
 
 from foretoken import limits
 from foretoken.limits import SAMPLING_RANGES
+from gateway.access.routes import ROUTES
 from gateway.config import GatewaySettings
 from gateway.openapi import answers
 from gateway.openapi.document import ANSWERS, EXAMPLES, NONE
@@ -58,6 +59,10 @@ async def test_every_route_has_an_answer_and_all_statuses(document: dict[str, An
     routes = {(method.upper(), path) for path, operations in document["paths"].items() for method in operations}
     # A route that is missing here needs a row in ANSWERS.
     assert routes == ANSWERS.keys()
+    # The document describes all but pages and itself.
+    pages = {"/", "/playground/{name}", "/docs", "/openapi.json"}
+    served = {(route.method, route.path.replace(":path}", "}")) for route in ROUTES if route.path not in pages}
+    assert routes == served
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             statuses = set(operation["responses"])
