@@ -79,6 +79,8 @@ MAX_DRAFT_TOKENS = Range(0, 255)
 # Ranges of a request's draft shape, named as in DraftShape. The verifier's flags narrow them.
 SHAPE_RANGES = {"num_steps": Range(1, 64), "topk": Range(1, 64), "num_draft_tokens": Range(2, 256)}
 MAX_REQUEST_ID_CHARS = 128
+# Of one output's id: the request's, and the numbers of prompt and choice.
+MAX_OUTPUT_ID_CHARS = MAX_REQUEST_ID_CHARS + 16
 MAX_CACHE_SALT_CHARS = 256
 MAX_ADDRESS_CHARS = 256
 # Drafters attached to one verifier at once, and drafter names in its life: counts are kept by name.

@@ -85,7 +85,10 @@ async def parse_body(body: bytes, *, max_values: int = limits.MAX_JSON_VALUES) -
 
 
 def parse_object(body: bytes, max_values: int = limits.MAX_JSON_VALUES) -> dict[str, Any]:
-    """Return the JSON object in a request's body, as ``parse_body`` does."""
+    """Return the JSON object in a request's body, as ``parse_body`` does.
+
+    Raises InvalidRequestError as it does.
+    """
     _check_json_cost(body, max_values)
     try:
         value = orjson.loads(body)
@@ -111,6 +114,8 @@ def validate(
     An ``unsupported`` field is refused unless its value asks for nothing. Unknown fields are
     ignored with a warning, or refused if the server or ``kind`` says so. ``prefix`` comes before
     their names.
+
+    Raises InvalidRequestError that names the field at fault.
     """
     values: dict[str, Any] = {}
     unknown: list[str] = []
@@ -195,7 +200,10 @@ def _largest_field(pieces: list[bytes]) -> str:
 
 
 def one_or_many_strings(field: str, value: object, most: int) -> tuple[str, ...]:
-    """Return a string, or a list of at most ``most`` strings, as a tuple; () for None."""
+    """Return a string, or a list of at most ``most`` strings, as a tuple; () for None.
+
+    Raises InvalidRequestError for another value, or too many strings.
+    """
     if value is None:
         return ()
     items = [value] if isinstance(value, str) else value
@@ -212,7 +220,10 @@ def is_id_list(value: object) -> bool:
 
 
 def token_biases(field: str, value: dict[str, float] | None) -> dict[int, float]:
-    """Return ``{"token id": bias}`` with the ids as numbers."""
+    """Return ``{"token id": bias}`` with the ids as numbers.
+
+    Raises InvalidRequestError for a key that is no token id, or too many.
+    """
     limits.check_count(field, len(value or {}), limits.MAX_LOGIT_BIAS_ENTRIES)
     biases = {}
     for key, bias in (value or {}).items():
@@ -250,7 +261,10 @@ def text_list(field: str, value: Sequence[str], most: int, max_chars: int) -> tu
 
 
 def _unknown_field(name: str, kind: type[BaseModel]) -> InvalidRequestError:
-    """Return the error for a field of a body of ``kind``: it names the known ones if they are few."""
+    """Return the error for a field of a body of ``kind``.
+
+    It names the known fields if they are few.
+    """
     name = name[:128]
     *path, last = name.split(".")
     for part in path:

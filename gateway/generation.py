@@ -11,6 +11,7 @@ import dataclasses
 import time
 
 from foretoken.results import SpeculationStats
+from gateway.fields import draw_seed
 from gateway.generation_request import GenerationRequest
 from gateway.messages import SequenceSpec
 from gateway.news import DirectReader, News
@@ -162,6 +163,11 @@ class Generation:
         """End all outputs with the text that they have; return whether any was not complete."""
         return any([output.abort() for output in self.outputs])
 
+    def abort_output(self, output_id: str) -> bool:
+        """End the output of this id; return whether there was one that was not complete."""
+        ids = zip(self.request.output_ids, self.outputs, strict=False)
+        return any([output.abort() for own, output in ids if own == output_id])
+
     def disconnect(self) -> None:
         """Raise ClientGoneError in whoever waits: the client is gone."""
         self._gone = ClientGoneError()
@@ -191,7 +197,11 @@ def _specs(request: GenerationRequest, max_model_len: int) -> list[SequenceSpec]
     for number, prompt in enumerate(request.prompts):
         max_tokens = request.max_tokens_after(prompt, max_model_len)
         sampling = dataclasses.replace(
-            request.sampling, max_tokens=max_tokens, min_tokens=min(request.sampling.min_tokens, max_tokens)
+            request.sampling,
+            max_tokens=max_tokens,
+            min_tokens=min(request.sampling.min_tokens, max_tokens),
+            # With the same seed, equal prompts would get equal texts.
+            seed=draw_seed(None) if request.draws_seeds and number else request.sampling.seed,
         )
         for choice_index in range(request.n):
             specs.append(

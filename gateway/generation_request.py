@@ -29,6 +29,8 @@ class GenerationRequest:
     sampling: SamplingParams
     speculation: SpeculationOptions
     n: int = 1
+    # Whether the seed was drawn: then each further prompt gets one of its own.
+    draws_seeds: bool = False
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
@@ -50,6 +52,8 @@ class GenerationRequest:
     returns_trees: bool = False
     # Whether the answer names the drafter of each token and node.
     names_drafters: bool = False
+    # The outputs' own ids, with which a client can abort each; empty: they have none.
+    output_ids: tuple[str, ...] = ()
 
     @property
     def num_outputs(self) -> int:

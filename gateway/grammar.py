@@ -52,6 +52,9 @@ class GrammarFields(Fields):
     guided_regex: str | None = Field(None, description="vLLM's older name of structured_outputs.regex.")
     guided_grammar: str | None = Field(None, description="vLLM's older name of structured_outputs.grammar.")
     guided_choice: Choices | None = Field(None, description="vLLM's older name of structured_outputs.choice.")
+    json_schema: Any = Field(None, description="SGLang's name of structured_outputs.json.")
+    regex: str | None = Field(None, description="SGLang's name of structured_outputs.regex.")
+    ebnf: str | None = Field(None, description="SGLang's name of structured_outputs.grammar.")
 
 
 def requested_grammar(fields: GrammarFields) -> tuple[Grammar | None, str]:
@@ -72,11 +75,17 @@ def requested_grammar(fields: GrammarFields) -> tuple[Grammar | None, str]:
     wanted += _all("guided_regex", regex=fields.guided_regex)
     wanted += _all("guided_choice", choices=fields.guided_choice)
     wanted += _all("guided_grammar", grammar=fields.guided_grammar)
+    wanted += _all("json_schema", schema=fields.json_schema)
+    wanted += _all("regex", regex=fields.regex)
+    wanted += _all("ebnf", grammar=fields.ebnf)
     return the_one(wanted)
 
 
 def schema_grammar(field: str, value: object) -> Grammar:
-    """Return the grammar of a JSON schema, given as an object or as text."""
+    """Return the grammar of a JSON schema, given as an object or as text.
+
+    Raises InvalidRequestError if it is no schema, or too long.
+    """
     if isinstance(value, str):
         text = value
         try:
@@ -104,7 +113,8 @@ def checked(field: str, grammar: Grammar) -> Grammar:
 def the_one(wanted: list[tuple[Grammar, str]]) -> tuple[Grammar | None, str]:
     """Return the only grammar that was set, with its field. Raises InvalidRequestError for two."""
     if len(wanted) > 1:
-        raise InvalidRequestError(f"{wanted[1][1]} asks for a second form of the output", field=wanted[1][1])
+        (_, first), (_, second), *_ = wanted
+        raise InvalidRequestError(f"{second} asks for a second form of the output, beside {first}", field=second)
     return wanted[0] if wanted else (None, "")
 
 

@@ -1,4 +1,4 @@
-"""One output of a generation: it collects what the verifier sends, for a reader that may be slow."""
+"""Collect what the verifier sends for one output of a generation; the reader may be slow."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Pause:
 
 
 class Pauses:
-    """The pauses of one sequence, of which one at most goes on."""
+    """The pauses of one sequence; at most one of them goes on."""
 
     def __init__(self) -> None:
         self.all: list[Pause] = []

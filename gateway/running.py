@@ -28,11 +28,14 @@ class RunningRequests:
     def abort(self, name: str | None, tenant: str) -> int:
         """Abort a tenant's requests with this id or client's name, or all for None.
 
-        Return how many.
+        The id may be that of one output. Return how many.
         """
-        found = [
-            generation
-            for request_id, (generation, client_id, owner) in self._running.items()
-            if owner == tenant and (name is None or name in (request_id, client_id))
-        ]
-        return sum(generation.abort() for generation in found)
+        count = 0
+        for request_id, (generation, client_id, owner) in self._running.items():
+            if owner != tenant:
+                continue
+            if name is None or name in (request_id, client_id):
+                count += generation.abort()
+            else:
+                count += generation.abort_output(name)
+        return count

@@ -11,6 +11,7 @@ from typing import Any
 from foretoken import limits
 from foretoken.errors import CheckpointError, InvalidRequestError
 from foretoken.json_file import read_object
+from gateway.config import GatewaySettings
 
 FILE = "generation_config.json"
 # A field of the file -> the sampling parameter, as in vLLM. Other fields have no effect, do_sample
@@ -36,6 +37,11 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
     # None: each API has its own.
     max_tokens: int | None = None
+
+    @classmethod
+    def of_settings(cls, settings: GatewaySettings) -> SamplingDefaults:
+        """Return what ``--generation-config`` asks for. Raises as ``of_checkpoint``."""
+        return cls.of_checkpoint(settings.model) if settings.generation_config == "auto" else cls()
 
     @classmethod
     def of_checkpoint(cls, folder: Path) -> SamplingDefaults:

@@ -69,6 +69,8 @@ class Texts:
         """Return how many of a prompt's last tokens ``truncate_prompt_tokens`` keeps; None: all.
 
         -1 keeps what the context has room for beside ``max_tokens``, or beside one token.
+
+        Raises InvalidRequestError for 0, or a number out of range.
         """
         if truncate is None:
             return None

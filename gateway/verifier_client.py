@@ -113,7 +113,10 @@ class VerifierClient:
                 await self._changed()
 
     async def run(self) -> None:
-        """Keep a session until cancelled; after a break, reconnect at least once a second."""
+        """Keep a session until cancelled; after a break, reconnect at least once a second.
+
+        Raises CancelledError once it is cancelled.
+        """
         backoff = FIRST_BACKOFF_S
         while True:
             had_session = False

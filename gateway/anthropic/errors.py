@@ -37,7 +37,7 @@ def error_response(error: ForetokenError) -> Response:
 
 
 def status_response(status: int, message: str, headers: dict[str, str]) -> Response:
-    """Return the error object of an HTTP status, such as that of an unknown path."""
+    """Return the error object of an HTTP status, such as 404 for an unknown path."""
     return http.json_response(_object(status, message), status=status, headers=headers)
 
 

@@ -34,7 +34,10 @@ def chat_tools(tools: list[Any]) -> list[dict[str, Any]]:
 
 
 def chat_tool_choice(choice: object) -> dict[str, Any]:
-    """Return a chat's ``tool_choice`` and ``parallel_tool_calls``, where the choice sets them."""
+    """Return a chat's ``tool_choice`` and ``parallel_tool_calls``, where the choice sets them.
+
+    Raises InvalidRequestError for a choice that the API lacks.
+    """
     if choice is None:
         return {}
     kind = member(choice, "type", "tool_choice")

@@ -17,6 +17,8 @@ def conversation(system: object, messages: list[Any]) -> Conversation:
     """Return the conversation.
 
     Consecutive turns of one role are one turn, as Anthropic's API says.
+
+    Raises InvalidRequestError that names the field at fault.
     """
     talk = Conversation()
     if system is not None:

@@ -10,7 +10,7 @@ from foretoken.errors import InvalidRequestError
 from foretoken.sampling import Grammar
 from gateway.chat.call_parser import Constraint
 from gateway.chat.lark import Marks
-from gateway.chat.reasoning import ReasoningFormat, ReasoningReader, Thinking, reasoning_format
+from gateway.chat.reasoning import ReasoningFormat, ReasoningPlace, ReasoningReader, Thinking, reasoning_format
 from gateway.chat.reply_grammar import reply_grammar, schema_tools
 from gateway.chat.reply_reader import ReplyReader
 from gateway.chat.tool_format import ToolFormat
@@ -42,6 +42,7 @@ class ChatReply:
     max_calls: int | None = None
     # Marks that the reader of the content must not see.
     hidden: frozenset[str] = frozenset()
+    reasoning_place: ReasoningPlace = ReasoningPlace.APART
 
     @property
     def is_plain(self) -> bool:
@@ -54,6 +55,7 @@ class ChatReply:
             None if self.reasoning is None else ReasoningReader(self.reasoning, self.thinking),
             None if self.tools is None else self.tools.parser(self.tool_names, self.hidden, self.constraint),
             max_calls=self.max_calls,
+            reasoning_place=self.reasoning_place,
         )
 
 

@@ -78,7 +78,10 @@ class Conversation:
 
 
 def part_texts(content: object, field: str, kinds: Collection[str]) -> list[str]:
-    """Return the texts of a content: a string, or parts whose ``type`` is one of ``kinds``."""
+    """Return the texts of a content: a string, or parts whose ``type`` is one of ``kinds``.
+
+    Raises InvalidRequestError for other content.
+    """
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):

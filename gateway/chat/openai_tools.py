@@ -15,7 +15,10 @@ from gateway.json_depth import is_too_deep
 
 
 class OpenFields(Fields):
-    """Base of calls in earlier answers. Another server's may have more fields, which mean nothing."""
+    """Base of calls in earlier answers.
+
+    Another server's may have more fields, which mean nothing.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 

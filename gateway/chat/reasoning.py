@@ -17,6 +17,16 @@ class Thinking(Enum):
     OPEN = auto()
 
 
+class ReasoningPlace(Enum):
+    """Where an answer shows the model's reasoning."""
+
+    # As reasoning_content.
+    APART = auto()
+    # In the content, with its marks, as the model wrote it.
+    CONTENT = auto()
+    NOWHERE = auto()
+
+
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
     """The marks of one family of models. ``names``: of --reasoning-parser, here and elsewhere."""

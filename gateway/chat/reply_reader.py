@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from gateway.chat.pieces import ReplyPieces, ToolCallDelta
+from gateway.chat.reasoning import ReasoningPlace
 
 
 class ReasoningParser(Protocol):
@@ -37,11 +38,15 @@ class ReplyReader:
         tools: ToolParser | None = None,
         *,
         max_calls: int | None = None,
+        reasoning_place: ReasoningPlace = ReasoningPlace.APART,
     ) -> None:
         """Without parsers all text is content. Calls after the first ``max_calls`` are left out."""
         self._max_calls = max_calls
         self._reasoning = reasoning
         self._tools = tools
+        self._reasoning_place = reasoning_place
+        # Text that may be reasoning; kept only if reasoning belongs to the content.
+        self._undecided = ""
         # Whether a tool call has come: then an output that stopped ended for its calls.
         self.has_calls = False
 
@@ -55,13 +60,27 @@ class ReplyReader:
 
         ``finished``: no text follows, so nothing waits any longer.
         """
-        reasoning = ""
+        reasoning = before = ""
         calls: tuple[ToolCallDelta, ...] = ()
         if self._reasoning is not None:
+            written = text
             reasoning, text = self._reasoning.feed(text, finished=finished)
+            if self._reasoning_place is ReasoningPlace.CONTENT:
+                before = self._before(written, text, finished=finished)
+            if self._reasoning_place is not ReasoningPlace.APART:
+                reasoning = ""
         if self._tools is not None:
             text, calls = self._tools.feed(text, finished=finished)
             if self._max_calls is not None:
                 calls = tuple(call for call in calls if call.index < self._max_calls)
             self.has_calls = self.has_calls or bool(calls)
-        return ReplyPieces(text, reasoning, calls)
+        return ReplyPieces(before + text, reasoning, calls)
+
+    def _before(self, written: str, answer: str, *, finished: bool) -> str:
+        """Return the text before ``answer``, at the end of ``written``, that the content has too."""
+        self._undecided += written
+        if not (answer or finished or self.is_reasoning):
+            return ""
+        before = self._undecided.removesuffix(answer)
+        self._undecided = ""
+        return before

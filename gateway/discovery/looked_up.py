@@ -48,6 +48,6 @@ class LookedUp:
             found = frozenset()
             reason = f"{self._location}: {error.message}"
         if reason and reason != self.reason:
-            logger.warning("verifiers are looked up in vain", extra={"reason": reason})
+            logger.warning("no verifier was found", extra={"reason": reason})
         self.reason = reason
         return found

@@ -9,7 +9,7 @@ from typing import Protocol
 class VerifierSource(Protocol):
     """Knows where verifiers are: ``unix:/path`` or host:port each.
 
-    ``gateway.server.Gateway`` takes any source. The settings name those of this folder.
+    ``gateway.server.Gateway`` takes any source. The settings name the sources of this folder.
     """
 
     @property

@@ -23,6 +23,7 @@ from gateway.openai.request import (
     GenerationOptions,
     num_message_chars,
     parse_chat,
+    reasoning_place,
     template_kwargs,
     template_messages,
 )
@@ -56,8 +57,8 @@ async def chat_request(
 ) -> ChatRequest:
     """Return the request of a body of POST /v1/chat/completions.
 
-    ``names`` are those of the API that the body was made for. ``drops_oldest``: turns that the
-    context cannot hold are dropped. Raises InvalidRequestError naming the field at fault, and
+    ``names``: the field names of the API that the body was made for. ``drops_oldest``: turns that
+    the context cannot hold are dropped. Raises InvalidRequestError naming the field at fault, and
     NotFoundError for another model.
     """
     names = names or FieldNames()
@@ -80,7 +81,7 @@ async def chat_request(
             prompt = await newest_turns(fields, prompt_of, (await core.info()).max_model_len)
         else:
             prompt = await prompt_of(fields)
-        options = _with_reply(core, options, text, continues=fields.continue_final_message)
+        options = _with_reply(core, options, text, fields)
         options = dataclasses.replace(options, grammar_field=names.own(options.grammar_field))
         generation = await generation_request(core, request_id, (prompt,), options, trace)
         await core.check(generation, prompt_field="messages")
@@ -104,6 +105,8 @@ async def chat_text(core: GatewayCore, fields: ChatFields, use: ToolUse) -> str:
     """Return the prompt that the chat template renders. Long messages are rendered in a thread.
 
     A template may leave text out, so the messages may be longer than the context.
+
+    Raises InvalidRequestError if messages or tools are too long, or the template takes too long.
     """
     messages = template_messages(fields.messages)
     num_chars = sum(map(num_message_chars, messages))
@@ -132,7 +135,7 @@ async def chat_text(core: GatewayCore, fields: ChatFields, use: ToolUse) -> str:
         ) from None
 
 
-def _with_reply(core: GatewayCore, options: GenerationOptions, prompt: str, *, continues: bool) -> GenerationOptions:
+def _with_reply(core: GatewayCore, options: GenerationOptions, prompt: str, fields: ChatFields) -> GenerationOptions:
     """Return a chat's options with how its outputs are written and read."""
     sampling = options.sampling
     reply = core.chat_forms.reply(
@@ -141,9 +144,10 @@ def _with_reply(core: GatewayCore, options: GenerationOptions, prompt: str, *, c
         sampling.grammar,
         options.grammar_field,
         skip_special_tokens=options.skip_special_tokens,
-        continues=continues,
+        continues=fields.continue_final_message,
     )
     if reply.is_plain:
         return options
+    reply = dataclasses.replace(reply, reasoning_place=reasoning_place(fields))
     sampling = dataclasses.replace(sampling, grammar=reply.grammar)
     return dataclasses.replace(options, sampling=sampling, grammar_field=reply.grammar_field, reply=reply)

@@ -25,6 +25,7 @@ async def generation_request(
         sampling=dataclasses.replace(options.sampling, bad_token_ids=bad_token_ids),
         speculation=options.speculation,
         n=options.n,
+        draws_seeds=options.draws_seeds,
         stop=options.stop,
         include_stop=options.include_stop,
         skip_special_tokens=options.skip_special_tokens,

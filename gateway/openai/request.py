@@ -16,6 +16,7 @@ from foretoken.limits import SAMPLING_RANGES
 from foretoken.sampling import Grammar, SamplingParams, SpeculationOptions
 from gateway.chat.chat_reply import PLAIN, ChatReply
 from gateway.chat.openai_tools import ToolCallFields, ToolFields, template_calls, tool_use
+from gateway.chat.reasoning import ReasoningPlace
 from gateway.chat.tools import ToolUse
 from gateway.fields import (
     Fields,
@@ -63,6 +64,13 @@ UNSUPPORTED: Mapping[str, str] = {
     "mm_processor_kwargs": "the engine takes text only",
     "kv_transfer_params": "",
     "lora_path": "there are no adapters",
+    "lora_request": "there are no adapters",
+    "custom_logit_processor": "it would run a client's code",
+    "custom_params": "they are a custom_logit_processor's",
+    "session_params": "send the whole prompt; the prefix cache makes it cheap",
+    "repetition_detection": "",
+    "logprob_token_ids": "",
+    "vllm_xargs": "",
     "return_hidden_states": "",
     "return_routed_experts": "",
     "return_tokens_as_token_ids": "use return_token_ids",
@@ -70,7 +78,11 @@ UNSUPPORTED: Mapping[str, str] = {
     "stop_regex": "",
     "structural_tag": "",
 }
-UNSUPPORTED_IN_COMPLETION: Mapping[str, str] = {**UNSUPPORTED, "suffix": ""}
+UNSUPPORTED_IN_COMPLETION: Mapping[str, str] = {
+    **UNSUPPORTED,
+    "suffix": "",
+    "functions": "use tools of /v1/chat/completions",
+}
 UNSUPPORTED_IN_CHAT: Mapping[str, str] = {
     **UNSUPPORTED,
     "audio": "the engine takes and writes text only",
@@ -137,6 +149,7 @@ class GenerationFields(GrammarFields, SharedFields):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     stop: Any = Field(None, description="A string, or a list of at most 64 strings.")
+    no_stop_trim: bool = Field(False, description="SGLang's name of include_stop_str_in_output.")
     # vLLM's.
     prompt_logprobs: int | None = Field(None, description="Logprobs of the prompt's tokens, with as many best ones.")
     return_token_ids: bool = Field(False, description="The answer carries prompt_token_ids and token_ids.")
@@ -187,6 +200,8 @@ class ChatFields(GenerationFields):
     tool_choice: Any = Field(None, description="auto, none, required, or the function to call.")
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool = Field(True, description="vLLM's; false: reasoning is left out of the answer.")
+    separate_reasoning: bool = Field(True, description="SGLang's; false: reasoning stays in the content.")
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -200,6 +215,8 @@ class GenerationOptions:
     sampling: SamplingParams
     speculation: SpeculationOptions
     n: int
+    # Whether the client gave no seed.
+    draws_seeds: bool
     stop: tuple[str, ...]
     include_stop: bool
     skip_special_tokens: bool
@@ -296,7 +313,10 @@ def _check_template_kwargs(kwargs: dict[str, Any]) -> None:
 
 
 def prompts_of(value: object) -> list[str | list[int]]:
-    """Return the prompts of a completion, texts or lists of token ids, in order."""
+    """Return the prompts of a completion, texts or lists of token ids, in order.
+
+    Raises InvalidRequestError for other values, or too many prompts.
+    """
     if isinstance(value, str) or is_id_list(value):
         return [value]  # type: ignore[list-item]
     if not isinstance(value, list) or not value:
@@ -340,6 +360,13 @@ def template_kwargs(fields: ChatFields) -> dict[str, Any]:
     """Return the chat template's variables that the request sets."""
     effort = {} if fields.reasoning_effort is None else {"reasoning_effort": fields.reasoning_effort}
     return effort | fields.chat_template_kwargs
+
+
+def reasoning_place(fields: ChatFields) -> ReasoningPlace:
+    """Return where the answer shows the model's reasoning."""
+    if not fields.include_reasoning:
+        return ReasoningPlace.NOWHERE
+    return ReasoningPlace.APART if fields.separate_reasoning else ReasoningPlace.CONTENT
 
 
 def _without_nulls_in_messages(body: dict[str, Any]) -> dict[str, Any]:
@@ -397,8 +424,9 @@ def _options(
         sampling=sampling,
         speculation=fields.speculative.to_options(),
         n=fields.n,
+        draws_seeds=fields.seed is None,
         stop=one_or_many_strings("stop", fields.stop, limits.MAX_STOP_STRINGS),
-        include_stop=fields.include_stop_str_in_output,
+        include_stop=fields.include_stop_str_in_output or fields.no_stop_trim,
         skip_special_tokens=fields.skip_special_tokens,
         cache_salt=fields.cache_salt,
         stream=fields.stream,

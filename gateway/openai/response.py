@@ -44,6 +44,7 @@ class OpenAiFormat(ReplyFormat):
         self._chunk_heads: dict[int, bytes] = {}
 
     def whole(self, generation: Generation, deltas: list[Delta]) -> bytes:
+        has_seeds = len(generation.request.prompts) > 1
         choices = [
             {
                 "index": delta.index,
@@ -52,6 +53,7 @@ class OpenAiFormat(ReplyFormat):
                 **self._sources(delta),
                 **self._end(generation.outputs[delta.index]),
                 **self._choice_prompt(generation.outputs[delta.index], delta),
+                **({"seed": generation.outputs[delta.index].spec.sampling.seed} if has_seeds else {}),
             }
             for delta in deltas
         ]
@@ -80,7 +82,7 @@ class OpenAiFormat(ReplyFormat):
         parts += (b",", _members(self._end(output))) if delta.finished else (b',"finish_reason":null',)
         parts.append(b"}]")
         if delta.finished:
-            parts.append(b',"seed":%d' % generation.request.sampling.seed)
+            parts.append(b',"seed":%d' % output.spec.sampling.seed)
         if self._options.include_usage:
             usage = _usage(generation) if self._options.continuous_usage else None
             parts.append(b',"usage":null' if usage is None else b"," + _members({"usage": usage}))

@@ -102,6 +102,7 @@ class Choice(Answer):
 
 class CompletionChoice(Choice):
     text: str
+    seed: int | None = Field(None, description="The seed of its prompt, if the request has several prompts.")
 
 
 class AssistantMessage(Answer):

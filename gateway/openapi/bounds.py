@@ -82,7 +82,8 @@ _FIELDS_OF: dict[str, dict[str, Schema]] = {
         "address": _text(limits.MAX_ADDRESS_CHARS),
     },
     "ResponsesFields": {"text": {}, "max_output_tokens": in_range(_RANGES["max_tokens"])},
-    "AbortFields": {"rid": _text(limits.MAX_REQUEST_ID_CHARS)},
+    "GenerateFields": {"rid": {"anyOf": [{"type": "string"}, _list({"type": "string"}, _PROMPTS)]}},
+    "AbortFields": {"rid": _text(limits.MAX_OUTPUT_ID_CHARS)},
     # Definitions to which bodies refer.
     "ChatMessage": {"content": {"anyOf": [_text(limits.MAX_PROMPT_CHARS), _list(_PART, limits.MAX_CONTENT_PARTS)]}},
     "SpeculativeFields": {"max_draft_tokens": in_range(limits.MAX_DRAFT_TOKENS)},

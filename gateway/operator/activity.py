@@ -35,9 +35,9 @@ def activity_router(core: GatewayCore) -> APIRouter:
     async def activity() -> Response:
         """Return the load, all drafters, and the last minutes' requests.
 
-        The load is that of the gateway and its verifiers.
+        The load is the gateway's and its verifiers'.
 
-        Of each request that ran there are figures, no text: at most 200 of the last 15 minutes.
+        Requests that ran have figures and no text: at most 200 of the last 15 minutes.
         """
         processes = await core.activity()
         infos = await core.verifiers.fetch_infos()

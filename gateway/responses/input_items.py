@@ -12,7 +12,10 @@ _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "refusal"})
 
 
 def conversation(instructions: str | None, value: object) -> Conversation:
-    """Return the conversation of ``instructions`` and ``input``, a string or a list of items."""
+    """Return the conversation of ``instructions`` and ``input``, a string or a list of items.
+
+    Raises InvalidRequestError that names the field at fault.
+    """
     talk = Conversation()
     if instructions is not None:
         talk.system(instructions, "instructions")

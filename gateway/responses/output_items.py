@@ -40,7 +40,7 @@ class OutputItems:
         return events
 
     def add_logprobs(self, logprobs: list[dict[str, Any]]) -> None:
-        """Add the logprobs of tokens after the content's text, such as that of its end."""
+        """Add the logprobs of tokens after the content's text, such as the token that ends it."""
         if self._is_in("message"):
             self.items[-1]["content"][0]["logprobs"] += logprobs
 

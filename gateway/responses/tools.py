@@ -28,7 +28,7 @@ def chat_tools(tools: list[Any]) -> list[dict[str, Any]]:
 
 
 def chat_tool_choice(choice: object) -> object:
-    """Return a chat's tool choice."""
+    """Return a chat's tool choice. Raises InvalidRequestError for an unknown type."""
     if choice is None or isinstance(choice, str):
         return choice
     match kind := member(choice, "type", "tool_choice"):

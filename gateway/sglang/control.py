@@ -57,12 +57,13 @@ def control_router(core: GatewayCore) -> APIRouter:
         Their answers end with what they have.
 
         ``rid`` is the client's name (``rid`` of /generate, x-request-id or gRPC's request_id) or
-        the answer's id. An unknown name is no error: its request may just have ended.
+        the answer's id, or the id of one item. An unknown name is no error: its request may just
+        have ended.
         """
         fields = validate(AbortFields, await http.read_object(request), ignored=IGNORED)
         if not fields.rid and not fields.abort_all:
             raise InvalidRequestError("give rid, or abort_all: true", field="rid")
-        limits.check_text("rid", fields.rid, limits.MAX_REQUEST_ID_CHARS)
+        limits.check_text("rid", fields.rid, limits.MAX_OUTPUT_ID_CHARS)
         count = await core.abort(None if fields.abort_all else fields.rid, callers.current().name)
         return http.json_response({"num_aborted": count})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,7 +101,7 @@ class GenerateFields(Fields):
     top_logprobs_num: int = 0
     logprob_start_len: int = -1
     return_text_in_logprobs: bool = False
-    rid: str | None = None
+    rid: Any = Field(None, description="The request's name, or a list with one for each prompt.")
     priority: int = Field(0, description="Requests with a lower number start first and are preempted last.")
     model: str | None = None
     cache_salt: str | None = None
@@ -138,7 +139,7 @@ class SglangFormat(ReplyFormat):
 
     def _meta_info(self, generation: Generation, output: Output, delta: Delta) -> dict[str, Any]:
         info: dict[str, Any] = {
-            "id": generation.request.id,
+            "id": generation.request.output_ids[output.index],
             "finish_reason": _finish_reason(output),
             "prompt_tokens": len(output.prompt.ids),
             "completion_tokens": len(output.token_ids),
@@ -217,6 +218,7 @@ def generate_router(core: GatewayCore) -> APIRouter:
             sampling=await _sampling(core, fields, sampling_fields),
             speculation=fields.speculative.to_options(),
             n=sampling_fields.n,
+            draws_seeds=sampling_fields.sampling_seed is None,
             stop=one_or_many_strings("stop", sampling_fields.stop, limits.MAX_STOP_STRINGS),
             include_stop=sampling_fields.no_stop_trim,
             skip_special_tokens=sampling_fields.skip_special_tokens,
@@ -228,8 +230,9 @@ def generate_router(core: GatewayCore) -> APIRouter:
             grammar_field="ebnf" if sampling_fields.ebnf is not None else "",
         )
         await core.check(generation, prompt_field="input_ids" if fields.text is None else "text")
+        generation = dataclasses.replace(generation, output_ids=_output_ids(generation, fields.rid, many=many))
         reply = SglangFormat(fields, core.tokenizer, many=many or sampling_fields.n > 1)
-        name = http.clean_id(fields.rid or "") or http.client_id(request)
+        name = (http.clean_id(fields.rid) if isinstance(fields.rid, str) else "") or http.client_id(request)
         return Exchange(core, generation, reply, stream=fields.stream, api="/generate", client_id=name)
 
     return router
@@ -248,6 +251,27 @@ async def _prompts(core: GatewayCore, fields: GenerateFields) -> tuple[tuple[Pro
     if not isinstance(lists, list) or not all(is_id_list(ids) for ids in lists):
         raise InvalidRequestError("input_ids must be a list of token ids or a list of such lists", field="input_ids")
     return tuple(Prompt(tuple(ids)) for ids in lists), True
+
+
+def _output_ids(request: GenerationRequest, rid: object, *, many: bool) -> tuple[str, ...]:
+    """Return each output's id: the client's name, or SGLang's ``NAME_0``, ``NAME_1`` for several.
+
+    Raises InvalidRequestError for a list of names that does not fit the prompts.
+    """
+    names = one_or_many_strings("rid", rid, limits.MAX_PROMPTS_PER_REQUEST)
+    if isinstance(rid, list):
+        if not many or len(names) != len(request.prompts):
+            raise InvalidRequestError("a list in rid needs one name for each prompt of a list", field="rid")
+        if not all(map(http.clean_id, names)) or len(set(names)) < len(names):
+            raise InvalidRequestError(
+                f"rid must have different names, of 1 to {limits.MAX_REQUEST_ID_CHARS} printable ASCII characters",
+                field="rid",
+            )
+        ids = list(names)
+    else:
+        own = (http.clean_id(names[0]) if names else "") or request.id
+        ids = [f"{own}_{number}" for number in range(len(request.prompts))] if many else [own]
+    return tuple([f"{own}_{choice}" for own in ids for choice in range(request.n)] if request.n > 1 else ids)
 
 
 async def _prediction(core: GatewayCore, value: object) -> tuple[int, ...]:

@@ -71,7 +71,7 @@ async def test_a_request_that_its_client_left_has_its_tokens_drafter(stack: Stac
 async def test_only_the_operator_may_ask(stack: Stack) -> None:
     assert (await stack.http.get(URL)).status_code == 401
     refused = await stack.http.get(URL, headers={"authorization": "Bearer other"})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
 
 
 def test_only_the_latest_are_remembered_and_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

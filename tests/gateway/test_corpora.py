@@ -113,9 +113,9 @@ async def test_without_a_key_file_there_are_no_such_routes(stack: Stack, method:
     [
         (None, 401, "invalid_request_error"),
         (f"Basic {KEY}", 401, "invalid_request_error"),
-        ("Bearer x", 403, "invalid_request_error"),
-        ("Bearer an operator's kez", 403, "invalid_request_error"),
-        (f"Bearer {KEY}x", 403, "invalid_request_error"),
+        ("Bearer x", 401, "invalid_request_error"),
+        ("Bearer an operator's kez", 401, "invalid_request_error"),
+        (f"Bearer {KEY}x", 401, "invalid_request_error"),
     ],
 )
 async def test_a_key_is_needed(

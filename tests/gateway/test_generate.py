@@ -57,6 +57,33 @@ async def test_generate_lists_and_choices(stack: Stack) -> None:
     assert stack.verifier.submitted[0].sampling.max_tokens <= 128
 
 
+NAMED: list[tuple[dict[str, object], list[str]]] = [
+    ({"text": "x", "rid": "mine"}, ["mine"]),
+    ({"text": ["x"], "rid": "mine"}, ["mine_0"]),
+    ({"text": ["x", "y"], "rid": "mine"}, ["mine_0", "mine_1"]),
+    ({"text": ["x", "y"], "rid": ["a", "b"]}, ["a", "b"]),
+    ({"text": "x", "rid": "mine", "sampling_params": {"n": 2}}, ["mine_0", "mine_1"]),
+    ({"input_ids": [[5], [6]], "rid": ["a", "b"], "sampling_params": {"n": 2}}, ["a_0", "a_1", "b_0", "b_1"]),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_item_of_a_list_has_an_id_of_its_own(stack: Stack, stream: bool) -> None:
+    async def ids(body: dict[str, object]) -> list[str]:
+        answer = await stack.http.post("/generate", json={**body, "stream": stream})
+        assert answer.status_code == 200, answer.text
+        if stream:
+            found = {item.get("index", 0): item["meta_info"]["id"] for item in events(answer.text)}
+            return [found[index] for index in sorted(found)]
+        items = answer.json()
+        return [item["meta_info"]["id"] for item in (items if isinstance(items, list) else [items])]
+
+    for body, wanted in NAMED:
+        assert await ids(body) == wanted
+    drawn = await ids({"text": ["x", "y", "z"]})
+    assert len(set(drawn)) == 3 and all(name.startswith("gen-") for name in drawn)
+
+
 async def test_generate_logprobs(stack: Stack) -> None:
     async def play(player: Player) -> None:
         entry = common_pb2.TokenLogprobs(token_id=65, logprob=-0.5, rank=1, top_ids=[65], top_logprobs=[-0.5])
@@ -98,6 +125,13 @@ BAD: list[tuple[str, dict[str, object]]] = [
     ("priority", {"text": "a", "priority": 2**31}),
     ("custom_logit_processor", {"text": "a", "custom_logit_processor": "x"}),
     ("sampling_params", {"text": "a", "sampling_params": [{}]}),
+    ("rid", {"text": ["a", "b"], "rid": ["a"]}),
+    ("rid", {"text": ["a", "b"], "rid": ["a", "a"]}),
+    ("rid", {"text": ["a", "b"], "rid": ["a", "b\n"]}),
+    ("rid", {"text": "a", "rid": ["a"]}),
+    ("rid", {"text": "a", "rid": 5}),
+    ("rid", {"text": ["a"], "rid": [5]}),
+    ("n", {"text": "a", "sampling_params": {"n": 10**12}}),
     ("image_data", {"text": "a", "image_data": "x"}),
     ("return_routed_experts", {"text": "a", "return_routed_experts": True}),
     ("logprob_start_len", {"text": "a", "logprob_start_len": -2}),

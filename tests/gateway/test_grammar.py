@@ -38,6 +38,11 @@ OPENAI: list[tuple[dict[str, Any], tuple[str, Any]]] = [
     ({"structured_outputs": {"regex": "a|b"}}, ("regex", "a|b")),
     ({"structured_outputs": {"json_object": True}}, ("json_object", True)),
     ({"structured_outputs": {"choice": ["yes", "a.b|c"]}}, ("regex", r"(yes|a\.b\|c)")),
+    ({"regex": "a+"}, ("regex", "a+")),
+    ({"ebnf": 'root ::= "a"'}, ("lark", 'root ::= "a"')),
+    ({"json_schema": SCHEMA}, ("json_schema", SCHEMA)),
+    ({"json_schema": json.dumps(SCHEMA)}, ("json_schema", SCHEMA)),
+    ({"json_schema": None, "regex": None, "ebnf": None}, (None, None)),
     ({"guided_choice": ["$1 [x]", "\\^"]}, ("regex", r"(\$1 \[x\]|\\\^)")),
     ({"structured_outputs": {"json_object": False}, "response_format": {"type": "text"}}, (None, None)),
 ]
@@ -132,6 +137,12 @@ BAD: list[tuple[str | None, dict[str, Any]]] = [
     ("structured_outputs.structural_tag", {"structured_outputs": {"structural_tag": "{}"}}),
     ("guided_grammar", {"guided_grammar": "é" * (MAX_GRAMMAR_BYTES["lark"] // 2 + 1)}),
     ("guided_choice", {"guided_choice": ["a" * MAX_GRAMMAR_BYTES["regex"]]}),
+    ("regex", {"regex": "a" * (MAX_GRAMMAR_BYTES["regex"] + 1)}),
+    ("regex", {"regex": 5}),
+    ("regex", {"regex": "a", "guided_regex": "a"}),
+    ("ebnf", {"ebnf": "root ::= a", "response_format": {"type": "json_object"}}),
+    ("regex", {"regex": "a", "json_schema": {}}),
+    ("json_schema", {"json_schema": [1]}),
 ]
 
 
@@ -141,6 +152,13 @@ async def test_bad_fields_are_named(stack: Stack, url: str) -> None:
         answer = await stack.http.post(url, json={**URLS[url], **body})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), (field, answer.text)
     assert not stack.verifier.submitted
+
+
+async def test_a_second_form_of_the_output_is_named_with_the_first(stack: Stack) -> None:
+    body = {"prompt": "a", "regex": "a", "json_schema": "{}"}
+    error = (await stack.http.post("/v1/completions", json=body)).json()["error"]
+    assert error["message"] == "regex asks for a second form of the output, beside json_schema"
+    assert error["param"] == "regex"
 
 
 async def test_bad_fields_of_sglang_are_named(stack: Stack) -> None:

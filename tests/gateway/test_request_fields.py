@@ -27,6 +27,25 @@ COMPLETION, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/genera
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 BODIES: dict[str, dict[str, Any]] = {COMPLETION: {"prompt": "hello"}, CHAT: HELLO, GENERATE: {"text": "hello"}}
+# Fields of vLLM and SGLang that the engine cannot obey, and values with which they ask for nothing.
+CANNOT: dict[str, Any] = {
+    "custom_logit_processor": "x",
+    "custom_params": {"a": 1},
+    "session_params": {"id": "s"},
+    "repetition_detection": {"max_pattern_size": 3},
+    "logprob_token_ids": [1, 2],
+    "lora_request": {"lora_name": "x"},
+    "vllm_xargs": {"a": 1},
+}
+NO_WISH: dict[str, Any] = {
+    "custom_logit_processor": "",
+    "custom_params": {},
+    "session_params": False,
+    "repetition_detection": {},
+    "logprob_token_ids": [],
+    "lora_request": "",
+    "vllm_xargs": {},
+}
 
 
 @pytest.fixture
@@ -137,6 +156,7 @@ async def test_a_misspelt_field_gets_a_suggestion(strict: Stack) -> None:
             {"return_routed_experts": False},
             {"return_hidden_states": False, "lora_path": None},
             {"input_embeds": [], "lora_path": ""},
+            *([{"functions": []}, dict.fromkeys(CANNOT), {"no_stop_trim": False}, NO_WISH] if url != GENERATE else []),
         )
     ],
 )
@@ -164,6 +184,8 @@ async def test_fields_that_ask_for_nothing_are_fine(stack: Stack, url: str, more
         (COMPLETION, "prompt_logprobs", 21),
         (COMPLETION, "stop", ["a"] * 65),
         (CHAT, "chat_template", "{{ messages }}"),
+        (COMPLETION, "functions", [{"name": "f"}]),
+        *((url, field, value) for url in (COMPLETION, CHAT) for field, value in CANNOT.items()),
         (GENERATE, "return_hidden_states", True),
         (GENERATE, "return_routed_experts", True),
         (GENERATE, "lora_path", "x"),
@@ -266,6 +288,16 @@ async def test_a_short_prompt_stays_whole(stack: Stack) -> None:
     assert answer.json()["choices"][0]["text"].startswith("hello")
 
 
+@pytest.mark.parametrize("url", [COMPLETION, CHAT])
+async def test_sglangs_no_stop_trim_keeps_the_stop_string(stack: Stack, url: str) -> None:
+    stack.verifier.script = steps(stack.ids("hello "), stack.ids("stop here"), reason=STOP)
+    for more, text in (({}, "hello "), ({"no_stop_trim": False}, "hello "), ({"no_stop_trim": True}, "hello stop")):
+        answer = await stack.http.post(url, json={**BODIES[url], "stop": "stop", **more})
+        (choice,) = answer.json()["choices"]
+        assert (choice["text"] if url == COMPLETION else choice["message"]["content"]) == text
+        assert HEADER not in answer.headers
+
+
 async def test_sixty_four_stop_strings(stack: Stack) -> None:
     stack.verifier.script = steps(stack.ids("hello "), stack.ids("stop here"), reason=STOP)
     stops = [f"never {i}" for i in range(63)] + ["stop"]
@@ -340,32 +372,6 @@ async def test_echoed_logprobs_keep_their_own_width_beside_prompt_logprobs(stack
     num_prompt = len(stack.ids("hello world"))
     assert [len(top) for top in choice["logprobs"]["top_logprobs"][1:num_prompt]] == [2] * (num_prompt - 1)
     assert all(len(position) == 3 for position in choice["prompt_logprobs"][1:])
-
-
-@pytest.mark.parametrize("url", BODIES)
-async def test_the_drawn_seed_comes_back_and_is_exact_in_javascript(stack: Stack, url: str) -> None:
-    for stream in (False, True):
-        answer = await stack.http.post(url, json={**BODIES[url], "stream": stream})
-        bodies = events(answer.text) if stream else [answer.json()]
-        seeds = [body["meta_info"] if url == GENERATE else body for body in bodies]
-        (seed,) = {body["seed"] for body in seeds if "seed" in body}
-        assert seed == stack.verifier.submitted[-1].sampling.seed and 0 <= seed < 2**53
-    given = {"sampling_params": {"sampling_seed": -5}} if url == GENERATE else {"seed": -5}
-    body = (await stack.http.post(url, json={**BODIES[url], **given})).json()
-    assert (body["meta_info"] if url == GENERATE else body)["seed"] == -5
-
-
-@pytest.mark.parametrize(
-    ("url", "body", "member"),
-    [(RESPONSES, {"input": "hello"}, "response"), (MESSAGES, {**HELLO, "max_tokens": 5}, "message")],
-)
-async def test_responses_and_messages_have_the_seed(stack: Stack, url: str, body: dict[str, Any], member: str) -> None:
-    whole = (await stack.http.post(url, json=body)).json()
-    assert whole["seed"] == stack.verifier.submitted[-1].sampling.seed and 0 <= whole["seed"] < 2**53
-    answer = await stack.http.post(url, json={**body, "stream": True, "seed": 7})
-    lines = (line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: "))
-    seeds = {event[member]["seed"] for event in map(json.loads, lines) if member in event}
-    assert seeds == {7}
 
 
 async def test_the_openai_sdk_sends_and_reads_them(stack: Stack) -> None:

@@ -10,13 +10,13 @@ from gateway.running import RunningRequests
 
 
 def generation(request_id: str, aborted: list[str]) -> Any:
-    """Return what stands for a generation: it notes that it was aborted."""
+    """Return what stands for a generation without ids of outputs: it notes that it was aborted."""
 
     def abort() -> bool:
         aborted.append(request_id)
         return True
 
-    return SimpleNamespace(request=SimpleNamespace(id=request_id), abort=abort)
+    return SimpleNamespace(request=SimpleNamespace(id=request_id), abort=abort, abort_output=lambda name: False)
 
 
 def test_a_tenant_aborts_its_own_requests_and_nobody_elses() -> None:

@@ -18,7 +18,7 @@ from gateway.worker_aborts import abort_in_all_workers, aborts_socket, serve_abo
 from protos import gateway_pb2, gateway_pb2_grpc, verifier_pb2
 from tests.gateway.conftest import Stack, events
 from tests.gateway.deployment import deployment
-from tests.gateway.scripted_verifier import ABORT, Player, steps
+from tests.gateway.scripted_verifier import ABORT, STOP, Player, steps
 
 pytestmark = pytest.mark.anyio
 
@@ -118,6 +118,26 @@ async def test_a_request_is_aborted_by_the_clients_name(stack: Stack) -> None:
     assert await stack.metric("foretoken_gateway_num_requests") == 0
 
 
+@pytest.mark.parametrize("has_list", [True, False])
+async def test_one_prompt_of_a_list_is_aborted_by_its_own_id(stack: Stack, has_list: bool) -> None:
+    async def play(player: Player) -> None:
+        player.tokens([65, 66])
+        await (player.aborted if player.sequence.prompt_token_ids[0] == 6 else go_on).wait()
+        player.finish(ABORT if player.aborted.is_set() else STOP)
+
+    go_on = asyncio.Event()
+    stack.verifier.script = play
+    # As long as a name may be.
+    six = "6" * 128
+    rid: list[str] | str = ["five", six] if has_list else six
+    answer = await started(stack, "/generate", {"input_ids": [[5], [6]], "rid": rid})
+    await stack.verifier.until(lambda: len(stack.verifier.submitted) == 2)
+    for name, count in ((six if has_list else f"{six}_1", 1), ("seven", 0)):
+        assert (await stack.http.post("/abort_request", json={"rid": name})).json() == {"num_aborted": count}
+    go_on.set()
+    assert [item["meta_info"]["finish_reason"]["type"] for item in (await answer).json()] == ["stop", "abort"]
+
+
 async def test_a_stream_is_aborted_by_the_answers_id(stack: Stack) -> None:
     stack.verifier.script = until_aborted
     body = {"messages": [{"role": "user", "content": "a"}], "stream": True, "n": 2}
@@ -158,7 +178,7 @@ async def test_a_grpc_call_is_aborted_by_its_request_id(stack: Stack) -> None:
         assert await call.read() is grpc.aio.EOF
 
 
-@pytest.mark.parametrize("body", [{}, {"rid": ""}, {"rid": "x" * 129}, {"rid": 5}, {"abort_all": "yes"}, {"id": "a"}])
+@pytest.mark.parametrize("body", [{}, {"rid": ""}, {"rid": "x" * 145}, {"rid": 5}, {"abort_all": "yes"}, {"id": "a"}])
 async def test_an_abort_needs_a_name(stack: Stack, body: dict[str, object]) -> None:
     assert (await stack.http.post("/abort_request", json=body)).status_code == 400
 

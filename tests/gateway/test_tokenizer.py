@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -164,3 +165,35 @@ def test_the_gateway_imports_no_torch(model_folder: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+# Bytes that glibc has given away and not got back.
+HEAP_GROWTH = """
+import ctypes, random, string, sys
+from pathlib import Path
+from gateway.tokenizer import Tokenizer
+
+names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+class Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+glibc = ctypes.CDLL(None)
+glibc.mallinfo2.restype = Mallinfo2
+tokenizer, generator = Tokenizer(Path(sys.argv[1])), random.Random(1)
+texts = [" ".join("".join(generator.choices(string.ascii_letters, k=12)) for _ in range(400)) for _ in range(40)]
+tokenizer.encode(texts[0])
+before = glibc.mallinfo2().uordblks
+for text in texts:
+    tokenizer.encode(text)
+print(glibc.mallinfo2().uordblks - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc")
+def test_few_words_that_never_come_again_are_kept(model_folder: Path) -> None:
+    """16,000 random words; as many as the library keeps by default take 5.6 MB."""
+    done = subprocess.run(
+        [sys.executable, "-c", HEAP_GROWTH, str(model_folder)], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 3_000_000

@@ -111,7 +111,19 @@ NAMES = [
     *("suffix", "best_of", "prediction", "chat_template_kwargs", "return_token_sources", "messages", "prompt", "tools"),
     "return_draft_tree",
     *("allowed_token_ids", "bad_words", "prompt_logprobs", "truncate_prompt_tokens", "return_token_ids", "priority"),
-    *("ebnf", "logit_bias", "seed", "n", "input", "system", "tool_choice", "response_format", "previous_response_id"),
+    *(
+        "ebnf",
+        "regex",
+        "json_schema",
+        "logit_bias",
+        "seed",
+        "n",
+        "input",
+        "system",
+        "tool_choice",
+        "response_format",
+        "previous_response_id",
+    ),
 ]
 TEXTS = [
     *(

@@ -167,7 +167,7 @@ export class Panel {
     shown.textContent = value;
   }
 
-  // Takes the server's own figures, which know what was drafted in vain.
+  // Takes the server's own figures, which count drafted tokens that were refused.
   end(metrics) {
     const speculation = metrics.speculative_decoding;
     this.speed = metrics.tokens_per_second ?? null;

@@ -414,6 +414,37 @@ async def test_reasoning_whole_and_streamed(start: Start) -> None:
         assert (await ask(stack, tools=[]))[0]["content"] == text
 
 
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>")])
+async def test_reasoning_is_left_out_or_stays_in_the_content(start: Start, special: tuple[str, ...]) -> None:
+    text = "<think>\nFirst <tool_call> second.\n</think>\n\nHello.\n"
+    with_marks = {"role": "assistant", "content": text, "refusal": None}
+    without = {**with_marks, "content": "Hello.\n"}
+    apart = {**without, "reasoning_content": "First <tool_call> second."}
+    async with start(HERMES.replace("{#", "{# </think>"), *special, reasoning_parser="qwen3") as stack:
+        for size in (1, 4, 100):
+            say(stack, text, size=size)
+            for fields, wanted in (
+                ({"include_reasoning": True, "separate_reasoning": True}, apart),
+                ({"include_reasoning": None, "separate_reasoning": None}, apart),
+                ({"include_reasoning": False}, without),
+                ({"separate_reasoning": False}, with_marks),
+                ({"include_reasoning": False, "separate_reasoning": False}, without),
+            ):
+                for tools in ([], [ADD]):
+                    assert await ask(stack, tools=tools, **fields) == (wanted, "stop")
+                    assert await stream(stack, tools=tools, **fields) == (wanted, "stop")
+            # Calls after it are calls, and text that only begins like a mark is content.
+            say(stack, f"<think>Hm.</think>\n{CALL}", size=size)
+            message, reason = await ask(stack, separate_reasoning=False)
+            assert message["content"] == "<think>Hm.</think>\n" and reason == "tool_calls"
+            assert await stream(stack, separate_reasoning=False) == (message, reason)
+            for odd in ("<thin", "<there", "<think>Cut </th"):
+                say(stack, odd, size=size)
+                wanted = {"role": "assistant", "content": odd, "refusal": None}
+                assert (await ask(stack, tools=[], separate_reasoning=False))[0] == wanted
+                assert (await stream(stack, tools=[], separate_reasoning=False))[0] == wanted
+
+
 async def test_reasoning_that_the_template_opens_then_a_call(start: Start) -> None:
     async with start(OPENED, "</think>", tool_call_parser="hermes") as stack:
         say(stack, f"Hm, <tool_call>?</think>\n\n{CALL}", size=2)
