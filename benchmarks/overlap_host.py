@@ -4,8 +4,8 @@
 
 It prints microseconds a sequence and step, by phase. Steps return ready-made results, a drafter
 takes its requests and does nothing, and nobody reads the events. ``--nodes``: of each tree, with
-its root; 1: no model. ``--ngram``: an n-gram drafter looks texts up besides; prompts and outputs are
-then pieces of the standard library's source code. Each step waits for it (``waited``) or none
+its root; 1: no model. ``--ngram``: an n-gram drafter looks texts up besides; prompts and outputs
+are then pieces of the standard library's source code. Each step waits for it (``waited``) or none
 (``scouted``). ``--profile``: which functions take the time.
 """
 

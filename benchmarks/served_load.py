@@ -41,9 +41,9 @@ DEMO = environment.ROOT / "models" / "demo"
 NUM_CORES = 2
 STREAMS = (1, 2, 4, 8, 16, 32)
 NUM_ROUNDS = 5
-# Requests of all streams in a round, and in one turn of an arm. A shared machine's speed jumps by 15%
-# for seconds, so one arm after the other for 3 s each gave ratios that were off by more than a bar
-# allows: 0.96 and 1.02 of one commit.
+# Requests of all streams in a round, and in one turn of an arm. A shared machine's speed jumps by
+# 15% for seconds, so one arm after the other for 3 s each gave ratios that were off by more than a
+# bar allows: 0.96 and 1.02 of one commit.
 NUM_REQUESTS, TURN_REQUESTS = 128, 16
 # Those of a fixed shape that runs alone.
 SCREEN_REQUESTS = 64

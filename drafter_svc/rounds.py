@@ -57,7 +57,7 @@ class RoundCounts:
     def count(self, request: DraftRequest, began_ns: int, ended_ns: int) -> None:
         """Count a request that was answered. Times are as of time.time_ns()."""
         rows = np.flatnonzero(request.batch_slots >= 0)
-        # A batch slot's ended sequence may have a row before that of its new one.
+        # A batch slot's ended sequence may have a row before the row of its new one.
         _, first = np.unique(request.batch_slots[rows], return_index=True)
         self._add(request, rows[np.sort(first)], began_ns, ended_ns)
         if len(first) < len(rows):

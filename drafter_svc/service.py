@@ -45,6 +45,10 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         return needs_to_proto(await asyncio.wrap_future(self._thread.algorithm()), needs)
 
     async def Attach(self, request: drafter_pb2.AttachRequest, context: Any) -> drafter_pb2.AttachResponse:
+        """Attach a verifier.
+
+        Raises PreconditionError for another layout version, and the errors of DrafterThread.attach.
+        """
         self._check_ready()
         if request.layout_version != LAYOUT_VERSION:
             raise PreconditionError(
@@ -64,6 +68,11 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
     async def Draft(
         self, requests: AsyncIterator[drafter_pb2.DraftRequest], context: Any
     ) -> AsyncIterator[drafter_pb2.DraftResponse]:
+        """Draft for each request of the stream.
+
+        Raises PreconditionError without an attachment over gRPC, if it has a stream already, or for
+        a request of another epoch.
+        """
         attachment = self._thread.attachment
         if attachment is None or attachment.transport != "grpc":
             raise PreconditionError("the Draft stream needs an Attach without arena_socket before it")

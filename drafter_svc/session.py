@@ -56,7 +56,11 @@ class Session:
         self._rounds: RoundCounts | None = None
 
     def attach(self, epoch: int, target: TargetInfo, arena_socket: str) -> tuple[AttachedVerifier, str, bytes]:
-        """Attach as DrafterThread.attach does."""
+        """Attach as DrafterThread.attach does.
+
+        Raises PreconditionError as it does, and for device memory that the drafter cannot draft
+        from.
+        """
         self._check_free(epoch)
         self.end("another attachment took its place")
         with contextlib.ExitStack() as undo:
@@ -86,7 +90,7 @@ class Session:
             self.end(reason)
 
     def draft(self, attachment: AttachedVerifier, request: DraftRequest) -> DraftBatch:
-        """Draft as DrafterThread.draft does."""
+        """Draft as DrafterThread.draft does. Raises UnavailableError as it does."""
         if attachment is not self.attachment:
             raise UnavailableError("the attachment has ended")
         try:
@@ -101,7 +105,10 @@ class Session:
         return self._rounds.take(batch_slot, generation) if is_current and self._rounds is not None else None
 
     def release(self, epoch: int, batch_slots: list[int]) -> None:
-        """Release as DrafterThread.release does."""
+        """Release as DrafterThread.release does.
+
+        Raises PreconditionError for another epoch, UnavailableError if the drafter fails.
+        """
         if self.attachment is None or self.attachment.epoch != epoch:
             raise PreconditionError(f"not attached to epoch {epoch}")
         try:
@@ -146,7 +153,10 @@ class Session:
             return False
 
     def corpora(self) -> Corpora:
-        """Return the corpora as DrafterThread.corpora does."""
+        """Return the corpora as DrafterThread.corpora does.
+
+        Raises PreconditionError if there are none.
+        """
         if not isinstance(self.drafter, HoldsCorpora):
             raise PreconditionError(f"a drafter of kind {self.drafter.algorithm} holds no corpora", field="drafter")
         return self.drafter.corpora

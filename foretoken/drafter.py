@@ -18,8 +18,8 @@ class Drafter(Protocol):
 
     A new drafter is a file that implements this, and a row in drafter_svc/algorithms.py.
 
-    Calls come one after the other; in the verifier's own process, those of a drafter that needs
-    tokens alone come from two threads. An exception ends the attachment, never a request.
+    Calls come one after the other. A drafter that needs tokens alone, in the verifier's own
+    process, is called from two threads. An exception ends the attachment, never a request.
     """
 
     @property

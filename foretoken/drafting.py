@@ -1,6 +1,7 @@
 """The values that a verifier and a drafter exchange.
 
-In each step the verifier sends a drafter one request for the whole batch, and gets one batch of trees.
+In each step the verifier sends a drafter one request for the whole batch, and gets one batch of
+trees.
 
 Every transport (foretoken/transports, drafter.proto) carries these two values. foretoken.drafter
 has the calls that a drafter answers.

@@ -49,7 +49,7 @@ class ForetokenError(Exception):
 
 
 class InvalidRequestError(ForetokenError):
-    """A request that can never succeed as it is; ``field`` names the part at fault, if there is one."""
+    """A request that can never succeed as it is; ``field`` names the part at fault, if any."""
 
     status = grpc.StatusCode.INVALID_ARGUMENT
     http_status = 400
@@ -82,7 +82,7 @@ class RateLimitError(QueueFullError):
 
 
 class UnavailableError(ForetokenError):
-    """A service that the request needs drains, starts, is dead, is lost on the way or is not reached."""
+    """A service that the request needs drains, starts, is dead, or cannot be reached."""
 
     status = grpc.StatusCode.UNAVAILABLE
     http_status = 503
@@ -103,7 +103,7 @@ class PreconditionError(ForetokenError):
 
 
 class UnauthenticatedError(ForetokenError):
-    """The call needs a key, a token or a certificate and shows none, or shows an unknown API key."""
+    """The call lacks a key, a token or a certificate, or shows an unknown API key."""
 
     status = grpc.StatusCode.UNAUTHENTICATED
     http_status = 401

@@ -18,8 +18,8 @@ from foretoken.errors import ConfigError
 
 # Weights as safetensors, configs, tokenizers and chat templates: never pickles, never code.
 ALLOW_PATTERNS = ("*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "vocab.txt", "*.jinja")
-# Other formats in sub-folders, a second copy of the weights in some repositories, and code and pickles
-# whose names begin with ``tokenizer``.
+# Other formats in sub-folders, a second copy of the weights in some repositories, and code and
+# pickles whose names begin with ``tokenizer``.
 IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors", "*.py", "*.bin", "*.pt")
 # What to type as MODEL for the bundled demo model; a folder of that name wins.
 DEMO = "demo"
@@ -250,7 +250,7 @@ def _plain_errors(model: str, revision: str | None, file: str = "") -> Iterator[
         ) from None
     except errors.EntryNotFoundError:
         raise ConfigError(f"there is no file {file} here or in {model}{at} on the hub") from None
-    except Exception as error:  # The library's errors and those of its HTTP client share no base.
+    except Exception as error:  # The errors of the library and of its HTTP client share no base.
         raise ConfigError(f"cannot download {model}{at}: {_first_line(error)}") from error
 
 

@@ -88,7 +88,10 @@ class OverlapMemory(NamedTuple):
 
     @staticmethod
     def over(memory: torch.Tensor, layout: OverlapLayout) -> OverlapMemory:
-        """Return views of ``memory``, uint8 [layout.num_bytes or more], zeroed by its maker."""
+        """Return views of ``memory``, uint8 [layout.num_bytes or more], zeroed by its maker.
+
+        Raises ValueError if it is too small.
+        """
         spans, size = _spans(layout)
         if memory.dtype != torch.uint8 or memory.numel() < size:
             raise ValueError(f"the overlap memory has {memory.numel()} bytes, its layout needs {size}")

@@ -134,8 +134,10 @@ class Listener(enum.Enum):
     """What is found at an address that a gRPC call could not use."""
 
     NONE = enum.auto()  # nothing listens
-    SILENT = enum.auto()  # connections are taken, and nobody reads them: a service listens before it loads its model
-    ANSWERS = enum.auto()  # it reacts to gRPC's first bytes, be it by closing: the two do not agree, on TLS for one
+    # It takes connections and does not read them: a service listens before it loads its model.
+    SILENT = enum.auto()
+    # It reacts to gRPC's first bytes, be it by closing: the two may not agree on TLS, for example.
+    ANSWERS = enum.auto()
 
 
 async def listener_at(address: str) -> Listener:

@@ -1,4 +1,7 @@
-"""Judge whether a child process lives, by its answers: a busy one does, a stopped or hung one does not."""
+"""Judge by its answers whether a child process lives.
+
+A busy one answers; a stopped or hung one does not.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ class FallbackReason(enum.StrEnum):
     BATCH_LIMIT = "batch_limit"  # the batch is above --speculative-max-batch-size
     DRAFTS_DO_NOT_PAY = "drafts_do_not_pay"  # measured costs say that plain decode is faster now
     NOTHING_FOUND = "nothing_found"  # look-up drafters have, or lately had, nothing to propose
-    FIRST_STEP = "first_step"  # no drafter was asked yet: it has just joined, or overlapped steps began or ended
+    # No drafter was asked yet: it has just joined, or overlapped steps began or ended.
+    FIRST_STEP = "first_step"
     LAST_TOKEN = "last_token"  # only one more token may be emitted
     NO_DRAFT_IN_TIME = "no_draft_in_time"  # the drafter was late, failed, or is still catching up
 

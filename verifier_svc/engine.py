@@ -203,11 +203,11 @@ class Engine:
         """
         if self._overlap_runs is None or not self.scheduler.has_work:
             return False
-        blocked = self._overlap_runs.run(self.scheduler, self.speculator, self.lifecycle, self)
-        if blocked is not None:
-            self.counters.count_blocked_overlap(blocked.value)
+        obstacle = self._overlap_runs.run(self.scheduler, self.speculator, self.lifecycle, self)
+        if obstacle is not None:
+            self.counters.count_blocked_overlap(obstacle.value)
         self.lifecycle.publish()
-        return blocked is None
+        return obstacle is None
 
     def _run_target(self, scheduled: list[Scheduled], times: StepTimes) -> None:
         """Run the target on the scheduled parts, sample, and commit."""

@@ -3,7 +3,7 @@
 A PUB socket sends one message a step: topic, sequence number (8 bytes, big-endian), and a batch in
 MessagePack: [seconds since 1970, events, data-parallel rank]. A ROUTER socket sends batches again:
 a request is an empty frame and the first number wanted, and the answer is an empty frame before
-each message, then one with the number -1 and no batch. Form and names are those of vLLM 0.33's
+each message, then one with the number -1 and no batch. Form and names are as in vLLM 0.33's
 ``vllm.distributed.kv_events``, which llm-d's router, Dynamo and others read.
 
 The engine thread only queues; a thread of this module encodes and sends.

@@ -32,6 +32,10 @@ class Submissions:
         self._num_compiling = 0
 
     async def read(self, session: OpenSession, requests: AsyncIterator[verifier_pb2.SessionRequest]) -> None:
+        """Handle the requests of a session until they end.
+
+        Raises InvalidRequestError for one without an event.
+        """
         async for request in requests:
             match request.WhichOneof("event"):
                 case "submit":

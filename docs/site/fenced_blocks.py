@@ -34,7 +34,7 @@ LANGUAGES = (*RUN, "ini", "json", "text", "toml", "yaml")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block. ``line`` is that of its fence, from 1."""
+    """One fenced block. ``line`` is the number of its fence's line, from 1."""
 
     line: int
     language: str

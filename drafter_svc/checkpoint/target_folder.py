@@ -1,4 +1,4 @@
-"""Finds the files of the target that a drafter is attached to."""
+"""Find the files of the target that a drafter is attached to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that each token id means the same text in two checkpoints."""
+"""Check that each token id means the same text in two checkpoints."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Read whole numbers from a file of ``torch.save`` without running anything in it.
 
-Such a file is a zip with a pickle, which is a program. Here it is only parsed: the opcodes must be
-those of a list of whole numbers, or of one flat tensor of them, in the order in which torch writes
-them. Nothing is looked up or called by a name in the file.
+Such a file is a zip with a pickle, which is a program. Here it is only parsed: it must have
+the opcodes of a list of whole numbers, or of one flat tensor of them, in the order in which torch
+writes them. Nothing is looked up or called by a name in the file.
 """
 
 from __future__ import annotations

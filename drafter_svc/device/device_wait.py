@@ -1,4 +1,4 @@
-"""Waits for a device whose stream may itself wait for a verifier that is gone."""
+"""Wait for a device whose stream may itself wait for a verifier that is gone."""
 
 from __future__ import annotations
 

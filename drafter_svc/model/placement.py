@@ -29,8 +29,8 @@ from foretoken.models.device_sizes import PassSizes, choices_file
 from foretoken.models.element_type import checked_type, default_type, stored_type
 from foretoken.models.weight_layout import PanelLayout, RowLayout, WeightLayout
 
-# Passes of up to so many rows use all tiles of the attention, also those of a prompt next to other
-# sequences' tokens.
+# Passes of up to so many rows use all tiles of the attention, also passes over a prompt next to
+# other sequences' tokens.
 _WARM_ROWS = 512
 
 
@@ -79,7 +79,7 @@ class ModelPlacement(NamedTuple):
     def compile_kernels(self) -> None:
         """Compile the kernels of a CPU.
 
-        Those of a GPU are compiled when a verifier attaches. What needs no target is done now,
+        A GPU's kernels are compiled when a verifier attaches. What needs no target is done now,
         while the verifier loads: make the GPU's context and import Triton.
         """
         if not self.is_gpu:
@@ -113,7 +113,7 @@ class ModelPlacement(NamedTuple):
         )
 
     def growth_maker(self, model: LaunchedModel, target: TargetInfo, sizes: PassSizes) -> GrowthMaker:
-        """Return what grows trees on the GPU; ``sizes``: those of ``pass_sizes``."""
+        """Return what grows trees on the GPU; ``sizes``: from ``pass_sizes``."""
         if self.backend.device.type == "cuda":
             model.tune(choices_file())
         # Triton is imported where there is a GPU alone.

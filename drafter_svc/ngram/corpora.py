@@ -160,6 +160,7 @@ class CorpusStore:
         return sum(tokens for _, tokens in self._sizes.values())
 
     def add(self, name: str, token_ids: Int32, *, append: bool = False) -> CorpusInfo:
+        """Add or replace a corpus, or append to it. Raises PreconditionError if it does not fit."""
         with self._lock:
             entries, held = self._sizes.get(name, (0, 0)) if append else (0, 0)
             others = self.num_tokens - self._sizes.get(name, (0, 0))[1]
@@ -185,6 +186,7 @@ class CorpusStore:
             return CorpusInfo(name, held + len(token_ids))
 
     def remove(self, name: str) -> None:
+        """Remove a corpus. Raises NotFoundError if there is none."""
         with self._lock:
             if name not in self._sizes:
                 raise NotFoundError(f"there is no corpus {name!r}", field="name")

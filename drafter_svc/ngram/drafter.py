@@ -37,7 +37,7 @@ class NgramDrafter:
     """A ``foretoken.drafter.Drafter`` that holds corpora.
 
     A tenant's history and the corpora outlive sequences, and attachments to the same target.
-    Memory: 46 bytes a node of ``capacity``, of which 44 are touched as the trie fills; for each
+    Memory: 46 bytes a node of ``capacity`` (44 of them are touched as the trie fills); for each
     batch slot 8 bytes a token of its longest sequence and 4 a token of its longest prediction; 8
     bytes a token of the corpora.
 

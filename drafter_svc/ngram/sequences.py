@@ -18,8 +18,8 @@ PREDICTION_SCAN = 2048
 # After so many predicted tokens in a row came true, the cursor is not searched for.
 SURE_RUN = 4
 
-# Columns of Sequences.state. CURSOR and RUN: see follow_prediction. PLACE: that of the last token
-# in the trie's text.
+# Columns of Sequences.state. CURSOR and RUN: see follow_prediction. PLACE: where the last
+# token is in the trie's text.
 GENERATION, SEEN, OWN_LENGTH, SALT, LAST, PREDICTED_LENGTH, CURSOR, RUN, PLACE = range(9)
 # Columns of a batch.
 BATCH_SLOT_OF, GENERATION_OF, LENGTH_OF, MAX_NODES_OF, SALT_OF, PROMPT_LENGTH_OF, MAX_DEPTH_OF, MAX_BRANCH_OF = range(8)

@@ -219,7 +219,9 @@ def add_root(trie: Trie, salt: int, stamp: int) -> int:
 
 @inlined_uncounted
 def add_child(trie: Trie, parent: int, place: int, stamp: int) -> None:
-    """Make a child of ``parent`` for the token at ``place``; path ``stamp`` goes on in the text there.
+    """Make a child of ``parent`` for the token at ``place``.
+
+    Path ``stamp`` goes on in the text there.
 
     Make nothing if making room pops that path: ``parent`` may then be free.
     """
@@ -338,8 +340,8 @@ def insert_token(trie: Trie, place: int, stamps: Int64, scratch: Int32, salt: in
 
     Args:
         place: of the token in the text, from ``take_place``.
-        stamps: int64 [depth + 1]; ``stamps[d]`` is that of the path of the last ``d`` tokens; below
-            OLDEST_STAMP once it is popped.
+        stamps: int64 [depth + 1]; ``stamps[d]`` is the stamp of the path of the last ``d`` tokens;
+            below OLDEST_STAMP once it is popped.
         scratch: int32 [at least 2 * depth].
     """
     depth = len(stamps) - 1

@@ -51,6 +51,7 @@ class HostGrowth:
             self._root_hidden[first : first + len(rows)] = output.hidden.numpy()[ends]
 
     def grow(self, rows: Int32, places: Places) -> None:
+        """Grow all levels of the trees. Raises ValueError for an index out of range."""
         lengths, branches = self.trees.shapes[rows, kernel.LENGTH], self.trees.shapes[rows, kernel.MAX_BRANCHES]
         num_beams = min(len(rows) * int(branches.max()), len(self._all_rows))
         level = self._model.level_pass(num_beams, int(lengths.max()) + kernel.MAX_BEAM_NODES)

@@ -21,8 +21,8 @@ class PromptPass(NamedTuple):
 
     Attributes:
         batch: its rows.
-        first_hidden: the first row's hidden state, by its row in device memory; those of the other
-            rows follow it.
+        first_hidden: the first row's hidden state, by its row in device memory; the other rows'
+            hidden states follow it.
     """
 
     batch: ForwardBatch

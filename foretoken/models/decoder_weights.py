@@ -1,4 +1,4 @@
-"""Loads the weights of one decoder, laid out for the kernels that read them."""
+"""Load the weights of one decoder, laid out for the kernels that read them."""
 
 from __future__ import annotations
 

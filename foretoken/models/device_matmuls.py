@@ -109,6 +109,7 @@ class SameBitsMatmuls:
             self._on_move()
 
     def tune(self, steps: Iterable[Step], path: Path | None) -> None:
+        """Refuse to time matmuls. Raises ValueError: the fastest kernel depends on the rows."""
         raise ValueError("strict matmuls are never timed: the fastest kernel depends on the rows")
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, mode: int) -> None:

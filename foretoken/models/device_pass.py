@@ -1,4 +1,4 @@
-"""Runs programs over batches on a GPU: static buffers, kernel launches, and CUDA graphs of them.
+"""Run programs over batches on a GPU: static buffers, kernel launches, and CUDA graphs of them.
 
 No launch waits for the device. A pass's results are valid, in stream order, until the next pass.
 """

@@ -1,4 +1,4 @@
-"""Loads the weights of a draft head. Embedding and output head are usually the target's."""
+"""Load the weights of a draft head. Embedding and output head are usually the target's."""
 
 from __future__ import annotations
 

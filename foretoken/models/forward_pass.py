@@ -1,4 +1,4 @@
-"""Runs programs over batches on the CPU; checks every index before compiled code uses it.
+"""Run programs over batches on the CPU; check every index before compiled code uses it.
 
 Rows are independent: a row's results have the same bits whatever rows, chunks and trees run beside
 it, on any number of threads.

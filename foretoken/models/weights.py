@@ -1,4 +1,4 @@
-"""Reads tensors of a safetensors checkpoint, single or sharded.
+"""Read tensors of a safetensors checkpoint, single or sharded.
 
 Every error names the file and the tensor.
 """
@@ -73,7 +73,10 @@ class Checkpoint:
         return self._place(name)[0]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the element type in which a tensor is stored."""
+        """Return the element type in which a tensor is stored.
+
+        Raises CheckpointError for a type that is not supported, or no such tensor.
+        """
         file, handle = self._place(name)
         stored = handle.get_slice(name).get_dtype()
         if stored not in _DTYPES:
@@ -82,7 +85,10 @@ class Checkpoint:
         return _DTYPES[stored]
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a tensor in its stored type. Its shape must be ``shape``."""
+        """Return a tensor in its stored type. Its shape must be ``shape``.
+
+        Raises CheckpointError if not, or if it cannot be read.
+        """
         self.dtype(name)
         file, handle = self._place(name)
         stored = tuple(handle.get_slice(name).get_shape())
@@ -95,7 +101,10 @@ class Checkpoint:
         return tensor
 
     def read_integers(self, name: str, size: int) -> NDArray[np.int64]:
-        """Return a tensor that is stored as integers, int64 [size]."""
+        """Return a tensor that is stored as integers, int64 [size].
+
+        Raises CheckpointError for another type or shape, or no such tensor.
+        """
         file, handle = self._place(name)
         part = handle.get_slice(name)
         if part.get_dtype() not in ("I64", "I32") or tuple(part.get_shape()) != (size,):

@@ -1,4 +1,4 @@
-"""Chooses the device of a training run."""
+"""Choose the device of a training run."""
 
 from __future__ import annotations
 

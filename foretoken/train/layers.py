@@ -89,7 +89,8 @@ class ChainAttention(nn.Module):
         prefix = (grouped.flatten(2, 3) @ cache.prefix_key.mT).view(*shape, rows).float()
         later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
         prefix = prefix.masked_fill(later, _MASKED)
-        own = (grouped[:, :, :, None].float() * cache.own_key[:, :, None].float()).sum(-1)  # [.., groups, depths, rows]
+        # [.., groups, depths, rows]
+        own = (grouped[:, :, :, None].float() * cache.own_key[:, :, None].float()).sum(-1)
         unmade = ~(is_current.flip(0).cumsum(0).flip(0) > 0)
         own = own.masked_fill(unmade[:, None], _MASKED)
         total = torch.logaddexp(prefix.logsumexp(-1), own.logsumexp(-2))

@@ -24,6 +24,8 @@ def write_self_text(options: argparse.Namespace) -> None:
     Each row is a prompt and its continuation.
 
     The share ``options.greedy_share`` of the rows is greedy, the rest is sampled at temperature 1.
+
+    Raises ConfigError if the prompts are longer than the rows or the data.
     """
     print(f"loading {options.target}", flush=True)
     # Importing these takes seconds, so the message above comes first.

@@ -1,4 +1,4 @@
-"""Trains a small Llama with the target's tokenizer on text and on the target's soft labels."""
+"""Train a small Llama with the target's tokenizer on text and on the target's soft labels."""
 
 from __future__ import annotations
 

@@ -90,6 +90,8 @@ class FrozenTarget:
         End tokens do not stop it.
 
         The text is greedy, or sampled at temperature 1 by PyTorch's global generator.
+
+        Raises CheckpointError if the target's generation config ends texts early.
         """
         generated: Tensor = self.model.generate(
             prompts,

@@ -245,7 +245,7 @@ class Trainer:
             _say(
                 f"WARNING: a step with this drafter writes {acceptance.tokens_per_step:.2f} tokens, and 1 without, so "
                 f"drafts are not worth their cost. Train for more than {progress.step} steps (--steps, --minutes), on "
-                "more text like that of your requests (--data), or on text of the target's own (--self-text)"
+                "more text like your requests (--data), or on text of the target's own (--self-text)"
             )
 
     def _autocast(self) -> AbstractContextManager[object]:

@@ -262,13 +262,17 @@ class ArenaTransport(QueuedTransport):
         """Raise PreconditionError unless the drafter's digest and ring came through the arena."""
         digest = self._memory.reply_memory[: len(self._digest)]
         if not hmac.compare_digest(digest, self._digest):
-            raise PreconditionError("self-test: the digest in the arena is not that of the challenge")
+            raise PreconditionError("self-test: the digest in the arena does not match the challenge")
         if self._memory.reply_bell.take() != 1:
             raise PreconditionError("self-test: the reply doorbell was not rung")
         if self._share is not None and any(self._share.take_proof(len(self._digest))):
             raise PreconditionError("self-test: the drafter did not clear the digest in the device memory")
 
     def receive(self, timeout_s: float) -> DraftBatch | None:
+        """Wait for the reply; None without one.
+
+        Raises TransportClosedError if the drafter is gone.
+        """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._check_open()

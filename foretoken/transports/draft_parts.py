@@ -1,4 +1,4 @@
-"""Splits a draft request into parts that fit a transport's buffers."""
+"""Split a draft request into parts that fit a transport's buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converts draft requests and batches to protobuf and back.
+"""Convert draft requests and batches to protobuf and back.
 
 Only the services' edges see protobuf types.
 """

@@ -21,8 +21,8 @@ from foretoken.transports.transport import (
 if TYPE_CHECKING:
     from foretoken.overlap_memory import OverlapMemory
 
-# New tokens that may wait for ``begin_unawaited``. With more, the caller learns them itself. There is
-# room for 50 prompts of 300 tokens that come at once.
+# New tokens that may wait for ``begin_unawaited``. With more, the caller learns them itself. There
+# is room for 50 prompts of 300 tokens that come at once.
 MOST_UNAWAITED = 16_384
 
 

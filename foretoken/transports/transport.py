@@ -347,6 +347,8 @@ class RequestQueue:
         """Pair a reply with its request; return the awaited reply, checked, and drop any other.
 
         ``read`` is only called for the awaited reply and returns None if it cannot be read.
+
+        Raises TransportClosedError for a reply to no request.
         """
         if not self._in_flight:
             raise TransportClosedError("the drafter sent a reply to no request")

@@ -48,7 +48,7 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> t
     return torch.cat([low * cosine - high * sine, high * cosine + low * sine], dim=-1)
 
 
-def rope_kv_write(
+def rope_kv_write(  # noqa: PLR0913 - the arguments of the kernel
     qkv: torch.Tensor,
     bias: torch.Tensor | None,
     query_norm: torch.Tensor | None,
@@ -103,7 +103,7 @@ def path_kv_slots(
     return torch.tensor([int(block_table[s // block_size]) * block_size + s % block_size for s in logical])
 
 
-def tree_attention(
+def tree_attention(  # noqa: PLR0913 - the arguments of the kernel
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,

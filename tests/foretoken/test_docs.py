@@ -11,6 +11,7 @@ from tests.support.pages import ROOT, pages, walk
 
 # Longer pages are split.
 MOST_LINES = 200
+MOST_COLUMNS = 100
 FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
@@ -62,6 +63,18 @@ def test_links_and_modules_of_all_pages_exist() -> None:
 def test_no_page_is_long() -> None:
     lengths = {page: text.count("\n") for page, text in pages().items()}
     assert {page: length for page, length in lengths.items() if length > MOST_LINES} == {}
+
+
+def test_no_line_of_prose_is_long() -> None:
+    """Tables, pictures and fenced blocks may be wider."""
+    long = [
+        f"{page}: {line}"
+        for page, text in pages().items()
+        if page.parts[0] == "docs" or len(page.parts) == 1
+        for line in FENCE.sub("", text).splitlines()
+        if len(line) > MOST_COLUMNS and not line.lstrip().startswith(("|", "!["))
+    ]
+    assert not long, "\n".join(long)
 
 
 @pytest.mark.parametrize(

@@ -109,5 +109,5 @@ class DrafterHandle:
 
     @property
     def gauges(self) -> Mapping[str, float]:
-        """The drafter's own, and those of the decision for its trees."""
+        """The drafter's own gauges, and the gauges of the decision for its trees."""
         return {} if self.is_detached else {**self.source.gauges, **self.decision}

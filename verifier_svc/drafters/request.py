@@ -121,7 +121,10 @@ class TreeBounds:
         return min(self.num_steps or DEFAULT_STEPS, self.max_nodes - 1)
 
     def describe(self, has_model: bool) -> str:
-        """Return the bounds as text. ``has_model``: whether a drafter with a model has trees to bound."""
+        """Return the bounds as text.
+
+        ``has_model``: whether a drafter with a model has trees to bound.
+        """
         nodes = f"nodes: up to {self.max_nodes}, with the root"
         if not has_model:
             return nodes

@@ -25,7 +25,7 @@ class StepDeadlines:
     def __init__(self, floor_s: float) -> None:
         """``floor_s``: the shortest deadline, as set."""
         self._floor_s = floor_s
-        # Smoothed seconds by kind; 0 for one of which only the first step was seen.
+        # Smoothed seconds by kind; 0 for a kind with only its first step seen.
         self._costs: dict[Hashable, float] = {}
 
     def seconds(self, kind: Hashable) -> float:

@@ -166,7 +166,7 @@ class OverlapBatchRows:
         join_batch(self.state, Joining(**self._joining.device))
 
     def send_joined(self, number: int) -> None:
-        """Tell the device of the sequences that join after step ``number``."""
+        """Send the sequences that join after step ``number`` to the device."""
         if not self._joined:
             return
         joining = self._joining

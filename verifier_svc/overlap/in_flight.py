@@ -26,7 +26,7 @@ class StepInFlight:
         stage: None for an empty step, whose end is ``reached``.
         found: the trees that came from the host, by batch row.
         is_bound: whether the second half was launched too.
-        logprobs: those of all tokens that the batch rows ``logprob_rows`` may have got, row by row.
+        logprobs: of all tokens that the batch rows ``logprob_rows`` may have got, row by row.
     """
 
     number: int

@@ -62,7 +62,7 @@ class StepParts:
     def capture(self, stage: Stage, num_rows: int) -> None:
         """Capture a stage's missing parts, and launch those that have no graph to compile kernels.
 
-        ``num_rows``: those of all trees.
+        ``num_rows``: rows of all trees.
         """
         shape = stage.shape
         missing = self.missing(shape)
@@ -76,7 +76,7 @@ class StepParts:
             self.sizes.add(shape)
 
     def run(self, stage: Stage, part: StepPart, num_rows: int) -> None:
-        """Launch a part of a step. ``num_rows``: those of all trees."""
+        """Launch a part of a step. ``num_rows``: rows of all trees."""
         shape, launch = stage.shape, self._launch_of(part, stage, num_rows)
         if shape.rows > MAX_USUAL_ROWS or not _has_graph(part, shape):
             # Many rows keep the GPU busy for longer than the host takes to launch them.

@@ -59,7 +59,7 @@ from verifier_svc.scheduling.draft import DrafterShare
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
-from verifier_svc.speculation.overlap_policy import OverlapBlock
+from verifier_svc.speculation.overlap_policy import OverlapObstacle
 from verifier_svc.speculation.overlap_requests import OverlapRequests
 from verifier_svc.speculation.speculator import Speculator
 from verifier_svc.speculation.step_walks import StepWalks
@@ -108,10 +108,10 @@ class OverlappedRun:
         self._prompt_start = 0
         # Of the steps in flight.
         self._facts: deque[StepFacts] = deque()
-        # Whether a launch had neither a batch row nor prompts to compute, because blocks were missing.
+        # Whether missing blocks left a launch without a batch row and without prompts to compute.
         self._lacks_blocks = False
 
-    def run(self, messages: Messages) -> OverlapBlock | None:
+    def run(self, messages: Messages) -> OverlapObstacle | None:
         """Run until something needs the host between two steps, or nothing is left to do.
 
         Returns the reason if no step could be launched, else None.
@@ -140,7 +140,7 @@ class OverlappedRun:
             self._lifecycle.publish()
         self._end()
         lacks_blocks = self._lacks_blocks or self._trees.lacks_blocks
-        return OverlapBlock.NO_FREE_BLOCKS if lacks_blocks and self._times.num_launched == 0 else None
+        return OverlapObstacle.NO_FREE_BLOCKS if lacks_blocks and self._times.num_launched == 0 else None
 
     # 0. Request the next trees.
 

@@ -16,7 +16,7 @@ from verifier_svc.overlap.run import Messages, OverlappedRun
 from verifier_svc.overlap.sizes import ShapeRows, rows_of_shapes
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
-from verifier_svc.speculation.overlap_policy import OverlapBlock
+from verifier_svc.speculation.overlap_policy import OverlapObstacle
 from verifier_svc.speculation.speculator import Speculator
 
 if TYPE_CHECKING:
@@ -54,14 +54,14 @@ class OverlapRuns:
         speculator: Speculator,
         lifecycle: Lifecycle,
         messages: Messages,
-    ) -> OverlapBlock | None:
+    ) -> OverlapObstacle | None:
         """Run overlapped steps as long as possible.
 
         Returns the reason if an ordinary step must come first, else None.
         """
         self._forget_memory(speculator.drafters)
         drafting = speculator.overlap.drafting(scheduler.running, scheduler.admissible)
-        if isinstance(drafting, OverlapBlock):
+        if isinstance(drafting, OverlapObstacle):
             return drafting
         step, deadlines = self._step_of(drafting)
         return OverlappedRun(step, drafting, scheduler, speculator, lifecycle, deadlines).run(messages)

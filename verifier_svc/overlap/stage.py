@@ -37,7 +37,7 @@ class Stage:
     def __init__(self, shape: StepShape, target_pass: OverlapPass, walk: WalkStage) -> None:
         self.shape, self.target_pass, self.walk = shape, target_pass, walk
         arrays, asked, wanted = target_pass.batch.arrays, walk.asked.device, target_pass.batch.shape.wanted
-        # Rows of prompts come after those of trees and have no logits.
+        # Rows of prompts come after the trees' rows and have no logits.
         self.rows = StepRows(
             row_starts=arrays.row_starts,
             token_ids=arrays.token_ids[:wanted],

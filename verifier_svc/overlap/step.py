@@ -43,7 +43,7 @@ class OverlappedStep:
     Attributes:
         batch_rows: the batch rows of the next step.
         in_flight: the steps that were launched and not read yet.
-        number: that of the last launched step.
+        number: the last launched step's number.
 
     Args:
         memory: the memory for results, trees and prompts' hidden states; see ``plain_memory``.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-# The host lets at most this share of the running step's time pass, and leaves this many times what a
-# launch takes it, from the messages before it on.
+# The host lets at most this share of the running step's time pass, and leaves this many times what
+# a launch takes it, from the messages before it on.
 _MOST_SHARE = 0.7
 _HOST_TIMES = 1.5
 # The shortest of so many steps counts, and the longest launch: a launch that is late makes the GPU

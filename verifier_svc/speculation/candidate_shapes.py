@@ -67,7 +67,7 @@ def candidate_shapes(bounds: TreeBounds) -> tuple[Shape, ...]:
 
 
 def usual_trees(bounds: TreeBounds) -> tuple[TreeLimits, ...]:
-    """Return the trees for which a drafter may prepare: those of the candidates that have any."""
+    """Return the trees for which a drafter may prepare: each candidate's, if it has one."""
     limits = (TreeLimits(shape.depth, shape.branches) for shape in candidate_shapes(bounds) if shape.nodes > 1)
     return tuple(dict.fromkeys(limits))
 

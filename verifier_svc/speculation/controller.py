@@ -1,4 +1,4 @@
-"""Chooses the shape in which a whole batch drafts: nothing, a chain, or a tree.
+"""Choose the shape in which a whole batch drafts: nothing, a chain, or a tree.
 
 It compares predicted tokens a second (``shape_speeds``). The first steps draft, whatever the
 drafter is believed to be worth. Later another shape takes over if it is better by a margin. Now and
@@ -127,7 +127,7 @@ class Controller:
     def explain(self) -> Mapping[str, str | float]:
         """Return the figures behind the present choice.
 
-        Tokens a second are those of the whole batch.
+        Tokens a second are for the whole batch.
         """
         batch, rates = self._forecast.batch, self._forecast.rates
         return {

@@ -1,4 +1,4 @@
-"""Gives a controller's log to a new controller, and compares the decisions."""
+"""Give a controller's log to a new controller, and compare the decisions."""
 
 from __future__ import annotations
 

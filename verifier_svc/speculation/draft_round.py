@@ -77,7 +77,7 @@ class DraftRound(ABC):
         return [sequence for sequence in sequences if self._routing.of_kind(sequence, has_model=self.has_model)]
 
     def plan(self, sequences: Seq[Sequence], batch: int) -> list[DraftPlan]:
-        """Return what sequences with drafters of this round ask of them in a step of ``batch`` rows."""
+        """Return what sequences ask of this round's drafters in a step of ``batch`` rows."""
         plans = []
         for sequence in sequences:
             drafters = self._routing.of_kind(sequence, has_model=self.has_model)
@@ -195,7 +195,7 @@ class LookupRound(DraftRound):
         return bool(self._routing.of_kind(sequence, has_model=False))
 
     def asks_at_once(self, sequence: Sequence) -> bool:
-        """Return whether a row that has such drafters asks them in earnest from its first token on."""
+        """Return whether a row asks such drafters in earnest from its first token on."""
         return self.asks(sequence) and (self.bounds(sequence).is_fixed or not self.gate(sequence).is_scouting)
 
     def send(self, plans: list[DraftPlan], others: Seq[Sequence]) -> None:

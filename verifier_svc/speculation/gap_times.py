@@ -38,7 +38,7 @@ class GapTimes:
     def seconds(self, batch: int) -> float:
         """Return the gap with ``batch`` sequences.
 
-        It is that of the nearest batch size that was measured.
+        It is the gap at the nearest batch size that was measured.
         """
         if not self._means:
             return FIRST_GAP_S

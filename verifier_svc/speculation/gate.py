@@ -1,4 +1,4 @@
-"""Decides how many tokens to draft for one row, which may be none.
+"""Decide how many tokens to draft for one row, which may be none.
 
 Smoothed counts estimate for each row the chance ``a`` that a drafted token is accepted if its
 parent was. A chain of k tokens then yields 1 + a + ... + a^k tokens a step, and the gate picks the
@@ -151,8 +151,8 @@ class Gate:
     def expect_drafts(self, acceptance: float) -> None:
         """Ask in earnest from now on: a model proposes something whenever it is asked.
 
-        ``acceptance``: that of its drafts in other rows, with which a row
-        begins that has not drafted yet.
+        ``acceptance``: of the model's drafts in other rows. A row that has not
+        drafted yet begins with it.
         """
         self._in_earnest = True
         self._pause = 0

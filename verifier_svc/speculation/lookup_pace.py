@@ -18,7 +18,9 @@ RARELY_FROM, ASKS_A_TRY = 5, 4
 
 
 class _Tries:
-    """The tries in batches of one size: in a small one, look-ups may pay that do not in a large one.
+    """The tries in batches of one size.
+
+    In a small batch, look-ups may pay that do not in a large one.
 
     Attributes:
         num_without: steps since one waited for look-ups.

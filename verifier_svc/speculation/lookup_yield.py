@@ -1,7 +1,8 @@
-"""What look-ups find of what rows promise, and in how many rows of a step.
+"""Estimate how many of the promised tokens look-ups find, and in how many rows of a step.
 
-A row promises by how many of its drafted tokens were accepted where something was found. It says
-nothing of the times when nothing is, nor of nodes that are not worth their rows in a large batch.
+A row's promise is the tokens that it should gain, by how many of its drafted tokens were accepted
+in steps where a look-up found something. It leaves out the steps where look-ups find nothing, and
+nodes that are not worth their rows in a large batch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class LookupYield:
     """Used by the engine thread alone. All figures are of a step's whole batch."""
 
     def __init__(self) -> None:
-        # What ``observe`` was told, summed over steps with look-ups.
+        # What ``observe`` was passed, summed over steps with look-ups.
         self._promised = self._found = PRIOR_TOKENS
         self._rows = PRIOR_TOKENS
 

@@ -25,7 +25,7 @@ class NextTrees:
         self._passed_over: dict[Key, Draft] = {}
         # Rows that asked, and whether the step waits for an answer.
         self.asked: dict[Key, bool] = {}
-        # Rows for which a draft came, and those of them that got only their root.
+        # Rows for which a draft came, and such rows that got only their root.
         self.found: set[Key] = set()
         self.undrafted: set[Key] = set()
 

@@ -39,8 +39,8 @@ class OrdinaryLookups:
         # Whether a sequence that joins looks up from its first token on, and whether this step asks
         # because scouts have just found something.
         self._has_new, self._follows = False, False
-        # Whether scouts were sent whose answers were not read, and the passes for which they stay so
-        # because drafters in this process could not answer yet.
+        # Whether scouts were sent whose answers were not read, and the passes for which they stay
+        # so because drafters in this process could not answer yet.
         self._has_scouts, self._unread_for = False, 0
         # Steps until what is new of rows that ask nothing is looked at.
         self._unsent_for = 0
@@ -74,8 +74,8 @@ class OrdinaryLookups:
         """
         self._batch = batch
         self._unread_for = max(self._unread_for - 1, 0)
-        # To read an answer that is not there yet takes as long as to make it. And once only: what is
-        # found again and does not pay would be asked for in each step.
+        # To read an answer that is not there yet takes as long as to make it. And once only: what
+        # is found again and does not pay would be asked for in each step.
         self._follows = self._unread_for == 0 and self._read_scouts() and not self._follows
         began = self._clock()
         is_due = self._pace.begin_step(batch, at_once=self._has_new or self._follows)
@@ -87,8 +87,8 @@ class OrdinaryLookups:
         plans = self._plan(asking, batch) if is_due and asking else []
         awaited = {plan.sequence for plan in self._awaited}
         rest = [sequence for sequence in asking if sequence not in awaited]
-        # Rows that are only sent what is new, and whether a drafter lacks much of some row. The answer
-        # to that request would take the place of the scouts'.
+        # Rows that are only sent what is new, and whether a drafter lacks much of some row. The
+        # answer to that request would take the place of the scouts'.
         others, is_behind = self._behind(rest, plans) if self._unsent_for <= 0 == self._unread_for else ([], False)
         found: Found = {}
         if awaited:
@@ -116,7 +116,7 @@ class OrdinaryLookups:
     def _behind(self, rest: Items[Sequence], plans: Items[DraftPlan]) -> tuple[list[Sequence], bool]:
         """Return the rows of ``rest`` to send without a plan, and whether one lacks SEND_BEHIND.
 
-        A request costs more than its rows, so rows go along of which half as much is missing.
+        A request costs more than its rows, so rows that lack half as much go along.
         """
         behind = self._round.num_behind(rest)
         if max(behind, default=0) < SEND_BEHIND:

@@ -21,22 +21,24 @@ from verifier_svc.speculation.routing import DrafterRouting
 from verifier_svc.speculation.row_state import RowStates
 
 
-class OverlapBlock(Enum):
+class OverlapObstacle(Enum):
     """Why the next step cannot overlap with the host's work.
 
     The values are the reasons in metrics.
     """
 
-    HOST_WORK = "host_work"  # logprobs of a prompt, or draft trees for a client: the host works between two steps
+    # Logprobs of a prompt, or draft trees for a client: the host works between two steps.
+    HOST_WORK = "host_work"
     NO_FREE_BLOCKS = "no_free_blocks"
     SEVERAL_DRAFTERS = "several_drafters"  # with a model each
     NOT_ATTACHED = "not_attached"
-    OTHER_HIDDEN_STATES = "other_hidden_states"  # the target captures more than the one drafter wants
+    OTHER_HIDDEN_STATES = "other_hidden_states"  # the target captures more than the drafter wants
     NO_DEVICE_MEMORY = "no_device_memory"  # the drafter is not on the target's GPU
     CATCHING_UP = "catching_up"
     UNANSWERED = "unanswered"  # the drafter may still read what it was sent
     NO_WAIT_BUDGET = "no_wait_budget"
-    UNDRAFTED_ROW = "undrafted_row"  # the drafter owes KV entries, which it writes with ordinary requests only
+    # The drafter owes KV entries, which it writes with ordinary requests only.
+    UNDRAFTED_ROW = "undrafted_row"
 
 
 class OverlapPolicy:
@@ -55,7 +57,7 @@ class OverlapPolicy:
         self._trees, self._limit = trees, limit
         self.controllers = controllers
 
-    def drafting(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> OverlapDrafting | OverlapBlock:
+    def drafting(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> OverlapDrafting | OverlapObstacle:
         """Return who drafts while steps overlap, or what prevents the overlap.
 
         One model on the target's GPU drafts, or nobody.
@@ -66,7 +68,7 @@ class OverlapPolicy:
         """
         sequences = [*running, *waiting]
         if any(map(needs_host, sequences)):
-            return OverlapBlock.HOST_WORK
+            return OverlapObstacle.HOST_WORK
         if self._limit.is_exceeded(len(sequences)):
             return OverlapDrafting(is_above_limit=True)
         wanted = [(sequence, self._models_of(sequence)) for sequence in sequences]
@@ -74,17 +76,17 @@ class OverlapPolicy:
         if not drafters:
             return OverlapDrafting()
         if len(drafters) > 1:
-            return OverlapBlock.SEVERAL_DRAFTERS
+            return OverlapObstacle.SEVERAL_DRAFTERS
         (drafter,) = drafters.values()
         attachment = drafter.attachment
         if attachment is None:
-            return OverlapBlock.NOT_ATTACHED
-        block = self._block(attachment)
-        if block is not None:
-            return block
+            return OverlapObstacle.NOT_ATTACHED
+        obstacle = self._obstacle(attachment)
+        if obstacle is not None:
+            return obstacle
         undrafted = self._trees.undrafted if self._trees.were_asked_for else ()
         if any((sequence.batch_slot, sequence.generation) in undrafted for sequence, found in wanted if found):
-            return OverlapBlock.UNDRAFTED_ROW
+            return OverlapObstacle.UNDRAFTED_ROW
         controller = self.controllers.of(drafter)
         if controller.rests and self._common_shape(sequences) is None:
             return OverlapDrafting(controller=controller)
@@ -126,18 +128,18 @@ class OverlapPolicy:
         drafting.shape = controller.choose(num_sequences)
         return drafting.shape == NO_DRAFT if drafting.drafter is None else not controller.rests
 
-    def _block(self, attachment: Attachment) -> OverlapBlock | None:
-        """Return what keeps the one drafter of a batch from drafting ahead, or None."""
+    def _obstacle(self, attachment: Attachment) -> OverlapObstacle | None:
+        """Return what keeps a batch's one drafter from drafting in overlapped steps, or None."""
         if attachment.needs.captured_layers != self._capture.layers:
-            return OverlapBlock.OTHER_HIDDEN_STATES
+            return OverlapObstacle.OTHER_HIDDEN_STATES
         if not attachment.has_overlap_memory:
-            return OverlapBlock.NO_DEVICE_MEMORY
+            return OverlapObstacle.NO_DEVICE_MEMORY
         if attachment.is_catching_up():
-            return OverlapBlock.CATCHING_UP
+            return OverlapObstacle.CATCHING_UP
         if not attachment.has_answered():
-            return OverlapBlock.UNANSWERED
+            return OverlapObstacle.UNANSWERED
         if not attachment.can_afford_wait():
-            return OverlapBlock.NO_WAIT_BUDGET
+            return OverlapObstacle.NO_WAIT_BUDGET
         return None
 
     def _models_of(self, sequence: Sequence) -> Seq[DrafterHandle]:

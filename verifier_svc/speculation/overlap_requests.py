@@ -101,8 +101,8 @@ class OverlapRequests:
     def send_prompt(self, sequence: Sequence, num_hidden: int) -> bool:
         """Send the prompt tokens that the next step computes, and the one after them.
 
-        Returns whether it sends them with ``num_hidden`` hidden states in device memory, those of
-        the step's rows of this prompt.
+        Returns whether it sends them with ``num_hidden`` hidden states in device memory: the states
+        of the step's rows of this prompt.
         """
         attachment = self._attachment_for(sequence)
         if attachment is None:

@@ -39,8 +39,8 @@ OTHER_IDLE_MEMORY = 256
 # Misses' worth of trust in what is known of that share.
 SHARE_MISSES = 6.0
 # Where one shape replaces another, their misses are compared: at most so many for each step of the
-# former shape. Few steps are of few texts: at first, of the beginnings of all, which are the hardest
-# to draft.
+# former shape. Few steps are of few texts: at first, of the beginnings of all, which are the
+# hardest to draft.
 MISSES_A_STEP = 0.125
 MOST_UNUSUAL = 2.0
 SURELY = 0.98

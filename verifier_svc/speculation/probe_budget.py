@@ -1,7 +1,7 @@
 """When the controller may probe a shape, and what its probes may cost.
 
 Each step saves 0.7% of its time, and probes spend what was saved; only the first look at plain
-decode need not wait for that. So probes in vain cost about 1% of the time at most. The pauses
+decode need not wait for that. So failed probes cost about 1% of the time at most. The pauses
 between them double until another shape takes over.
 """
 
@@ -17,7 +17,7 @@ PROBE_STEPS, PROBE_WALKS = 6, 12
 # Steps until the first probe, and until the next one at most where each fails.
 FIRST_PROBE_AFTER = 32
 RAREST_PROBE_AFTER = 256
-# Share of the time that probes in vain may cost.
+# Share of the time that failed probes may cost.
 PROBE_SHARE = 0.007
 # Steps that may be lost at once, if none were lost for long.
 MOST_SAVED = 64

@@ -1,4 +1,4 @@
-"""Decides which of the verifier's drafters each request gets."""
+"""Decide which of the verifier's drafters each request gets."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class DrafterRouting:
         self._new_handle, self._pays, self._rows = new_handle, pays, rows
         self._drafters: list[DrafterHandle] = []
         self._attached = _Drafters([], [], [])
-        # What the drafters of rows were chosen from, and those of each row: they are asked for many
-        # times in each step.
+        # What the drafters of rows were chosen from, and each row's drafters, which a step asks for
+        # many times.
         self._chosen_from: list[tuple[DrafterHandle, DraftSource, bool]] = []
         self._of_row: dict[Sequence, _Drafters] = {}
         self._trials = ModelTrials()
@@ -102,7 +102,7 @@ class DrafterRouting:
             if is_same and not other.is_detached:
                 # A drafter serves one attachment. Two names would take it from each other for ever.
                 raise PreconditionError(
-                    f"the drafter at {source.address} is that of {other.name!r}: detach it first", field="address"
+                    f"the drafter at {source.address} is attached as {other.name!r}: detach it first", field="address"
                 )
         if sum(not drafter.is_detached for drafter in self._drafters) >= MAX_DRAFTERS:
             raise PreconditionError(f"a verifier has at most {MAX_DRAFTERS} drafters: detach one", field="name")

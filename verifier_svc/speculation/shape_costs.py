@@ -1,7 +1,7 @@
 """Estimate what a step of a shape takes.
 
-The target's pass over its rows was measured. A tree's drafts have more rows than a chain's, and each
-of these should take a share of a row of the target's pass. The rest is learned.
+The target's pass over its rows was measured. A tree's drafts have more rows than a chain's, and
+each of these should take a share of a row of the target's pass. The rest is learned.
 
 The rest is one line for all shapes of a batch size, and a small part of each shape's own:
 
@@ -26,8 +26,8 @@ from verifier_svc.drafters.request import NO_DRAFT, Shape
 
 # A drafted row that a tree has beyond a chain as deep takes this share of a row of the target's
 # pass. On an H200, a row of an EAGLE-3 head takes 1 to 3 us at a few hundred rows, one of the 8B
-# target 21. Without it, after 16 trees of 16 nodes, chains and smaller trees were believed to be 10%
-# slower than they were.
+# target 21. Without it, after 16 trees of 16 nodes, chains and smaller trees were believed to be
+# 10% slower than they were.
 ROW_SHARE = 0.1
 # Shares of the target's pass over the batch, before any step was measured: a level's mean, and
 # standard deviations.
@@ -113,7 +113,7 @@ class ShapeCosts:
         return num_tokens * self._row_s() if num_tokens else 0.0
 
     def _nominal_s(self, shape: Shape, batch: int) -> float:
-        """Return what the target's pass should take, and the rows that a tree drafts beyond a chain."""
+        """Return what the target's pass and a tree's drafted rows beyond a chain's should take."""
         verify_s = self.verify(batch * shape.rows)
         # The first level has one row of a sequence, the others one for each branch.
         more = (shape.depth - 1) * (shape.branches - 1)
@@ -210,7 +210,10 @@ class _Fit:
         return line if own is None else line + float(self.mean[own])
 
     def observe(self, shape: Shape, nominal_s: float, seconds: float, prompt_s: float) -> None:
-        """Learn from a step that should take ``nominal_s`` without the rest, and its prompts ``prompt_s``."""
+        """Learn from a step.
+
+        It should take ``nominal_s`` without the rest, and its prompts ``prompt_s``.
+        """
         self.num_steps[shape] = self.num_steps.get(shape, 0) + 1
         parts = self._parts(shape, nominal_s)
         parts[_BASE], parts[_LEVEL], parts[_FACTOR] = 1.0, _levels(shape), prompt_s

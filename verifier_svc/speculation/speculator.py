@@ -165,7 +165,7 @@ class Speculator:
                 attachment.post(self.model_round.rows_to_send(drafter, attachment, prefilling))
 
     def learn_beside(self) -> None:
-        """Let look-up drafters in this process learn, and answer scouts, while the target computes."""
+        """Let look-up drafters in this process learn and answer scouts beside the target's pass."""
         self._lookups.learn_beside()
 
     def post(self, decoding: Seq[Sequence], prefilling: Seq[Sequence]) -> None:

@@ -40,7 +40,7 @@ class StepWalks:
         return walks.shares if num_nodes > 1 else ()
 
     def learn(self, shape: Shape) -> None:
-        """Learn from the walks that were counted, those of one step. ``shape``: of its trees."""
+        """Learn from the walks of one step, which were counted. ``shape``: of its trees."""
         drafter, controller = self._drafting.drafter, self._drafting.controller
         if drafter is None:
             return

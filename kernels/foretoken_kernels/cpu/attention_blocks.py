@@ -171,7 +171,7 @@ def score_block(
 
 
 @inlined
-def value_block(
+def value_block(  # noqa: PLR0913 - addresses of flat arrays, all inlined
     size: int, out: Any, at: int, head_dim: int, values: Any, offsets: Any, start: int,
     weights: Any, weights_at: int, stride: int,
 ) -> None:  # fmt: skip

@@ -11,7 +11,7 @@ _MASK_BITS = 64
 
 
 @compiled
-def longest_path(
+def longest_path(  # noqa: PLR0913 - the fields of a ForwardBatch
     token_ids: NDArray[np.int32],
     positions: NDArray[np.int32],
     kv_slots: NDArray[np.int32],

@@ -112,7 +112,7 @@ ATTENTION_ROW_TILE = ROW_TILE
 
 
 @compiled
-def set_batch(
+def set_batch(  # noqa: PLR0913 - the fields of a ForwardBatch
     args: NDArray[np.int64],
     token_ids: NDArray[np.int32],
     positions: NDArray[np.int32],

@@ -87,7 +87,7 @@ class DraftVocabulary(NamedTuple):
 
 
 @compiled
-def _grow_levels(
+def _grow_levels(  # noqa: PLR0913 - compiled code takes its arrays one by one
     trees: Trees,
     rows: Int32,
     places: Places,

@@ -252,7 +252,7 @@ def _add_noise(values: Any, words: Any, stamps: Any, target_ids: Any, key: Any, 
 
 
 @inlined
-def _offer(
+def _offer(  # noqa: PLR0913 - one row of offer_children
     trees: Any, row: int, parent: int, source: int, logits: Any, at: int, size: int, target_ids: Any, scale: float
 ) -> None:
     """Add the best children of one node as candidates of its tree."""
@@ -337,7 +337,7 @@ def _next_beams(trees: Any, row: int, depth: int, block_tables: Any, block_size:
 
 
 @compiled
-def offer_children(
+def offer_children(  # noqa: PLR0913 - compiled code takes its arrays one by one
     trees: Trees,
     logits: Float32,
     draft_vocab_size: int,

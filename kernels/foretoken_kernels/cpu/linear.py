@@ -132,7 +132,7 @@ _panel_product = panel_product(REGISTERS, ROW_TILE)
 
 
 @inlined
-def linear(
+def linear(  # noqa: PLR0913 - addresses of flat arrays, all inlined
     x: Any, num_rows: int, in_features: int, weight: Any, out: Any, out_features: int, mode: int, team: Any, sums: Any
 ) -> None:
     """Compute this thread's share of the panels of x W^T.

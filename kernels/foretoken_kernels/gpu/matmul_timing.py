@@ -34,7 +34,8 @@ from foretoken_kernels.gpu.wide_gate_up import wide_gate_up
 
 logger = logging.getLogger(__name__)
 
-_ROTATED_BYTES = 200 << 20  # several times the cache that would otherwise hold a weight from call to call
+# Several times the cache, which would otherwise hold a weight from call to call.
+_ROTATED_BYTES = 200 << 20
 _REPLAYS = 5
 # Disturbances at a start make single times longer, so the best configurations are timed once more.
 _TIMED_TWICE = 3

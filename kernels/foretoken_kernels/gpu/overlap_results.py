@@ -102,6 +102,10 @@ def gather_hidden(hidden_states: torch.Tensor, rows: StepRows, walk: WalkTensors
     Args:
         hidden_states: [rows, width], hidden states of the target's pass; rows are contiguous, dtype
             as ``results.hidden``.
+
+    Raises:
+        ValueError: ``hidden_states`` are wider or narrower than ``results.hidden``, or not
+            contiguous.
     """
     width = results.hidden.shape[1]
     most = results.new_tokens.shape[1]

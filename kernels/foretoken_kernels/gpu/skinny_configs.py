@@ -10,7 +10,8 @@ MAX_ROWS = 128
 MAX_SPLIT_K = 4
 MAX_CANDIDATES = 6
 _MIN_PROGRAMS, _MAX_PROGRAMS = 64, 2200
-_MAX_SPLIT_TILES = 4  # per SM: with more tiles, sums run long enough without parts, and parts would take much memory
+# Per SM: with more tiles, sums run long enough without parts, and parts would take much memory.
+_MAX_SPLIT_TILES = 4
 # Rough figures of an H200; they only rank configurations. Bytes a microsecond from memory and from
 # the cache that all SMs share; bytes that an SM must have in flight to get its share of memory
 # bandwidth; microseconds that a tile's programs wait for each other.

@@ -76,7 +76,7 @@ def _liar(tmp_path: Path) -> Iterator[tuple[LyingDrafter, str]]:
         ("grpc", {"transport": "shared-memory"}, "the drafter uses 'shared-memory', not 'grpc'"),
         ("grpc", {"refusal": (grpc.StatusCode.FAILED_PRECONDITION, "layout version 9, this drafter has 2")}, "version"),
         # The digest is right but never went through the arena.
-        ("shared-memory", {"transport": "shared-memory"}, "the digest in the arena is not that of the challenge"),
+        ("shared-memory", {"transport": "shared-memory"}, "the digest in the arena does not match the challenge"),
     ],
 )
 def test_a_drafter_that_fails_its_self_test_is_refused_loudly(

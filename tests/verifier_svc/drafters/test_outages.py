@@ -25,7 +25,7 @@ from tests.support.drafter_process import (
     until,
 )
 from tests.support.environment import child_environment
-from verifier_svc.drafters import remote as drafter_client
+from verifier_svc.drafters import remote
 from verifier_svc.drafters.remote import DrafterClient
 from verifier_svc.drafters.source import MAX_CONSECUTIVE_FAILURES
 
@@ -98,7 +98,7 @@ def test_a_drafter_that_is_not_there_yet_is_a_warning_after_a_while(
     starts_within_s: float,
     level: int,
 ) -> None:
-    monkeypatch.setattr(drafter_client, "STARTS_WITHIN_S", starts_within_s)
+    monkeypatch.setattr(remote, "STARTS_WITHIN_S", starts_within_s)
     caplog.set_level(logging.DEBUG, logger="verifier_svc.drafters.remote")
 
     def levels() -> list[int]:

@@ -281,7 +281,7 @@ def test_an_address_is_attached_once() -> None:
     add(source("first", "unix:/run/d"))
     add(source("inside", ""))
     add(source("inside too", ""))
-    with pytest.raises(PreconditionError, match="unix:/run/d is that of 'first'") as raised:
+    with pytest.raises(PreconditionError, match="unix:/run/d is attached as 'first'") as raised:
         add(source("second", "unix:/run/d"))
     assert raised.value.field == "address"
     with pytest.raises(PreconditionError, match="there is a drafter 'first'"):
