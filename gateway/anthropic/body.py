@@ -14,6 +14,7 @@ from gateway.anthropic.turns import conversation
 from gateway.chat.field_names import FieldNames
 from gateway.fields import Fields, check_in_range, validate
 from gateway.openai.request import SharedFields
+from gateway.unsupported_fields import UNSUPPORTED
 
 # Hints and accounting for Anthropic's own service.
 IGNORED = frozenset(
@@ -29,7 +30,12 @@ IGNORED = frozenset(
         "workspace_id",
     }
 )
-UNSUPPORTED = frozenset({"container", "mcp_servers"})
+# Fields that cannot be obeyed, with the reason.
+UNSUPPORTED_HERE = {
+    **UNSUPPORTED,
+    "container": "this server runs no tools",
+    "mcp_servers": "this server runs no tools",
+}
 
 
 class ThinkingFields(Fields):
@@ -110,7 +116,7 @@ def parse_count_tokens(body: dict[str, Any]) -> MessagesBody[CountTokensFields]:
 
 
 def _parse(kind: type[FieldsT], body: dict[str, Any], ignored: Collection[str] = IGNORED) -> MessagesBody[FieldsT]:
-    fields = validate(kind, body, ignored=ignored, unsupported=UNSUPPORTED)
+    fields = validate(kind, body, ignored=ignored, unsupported=UNSUPPORTED_HERE)
     talk = conversation(fields.system, fields.messages)
     output_format = fields.output_config.format or fields.output_format
     if fields.output_config.format is not None and fields.output_format is not None:

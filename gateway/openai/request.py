@@ -34,6 +34,7 @@ from gateway.grammar import GrammarFields, requested_grammar
 from gateway.prediction import PredictionFields, parts_text
 from gateway.sampling_defaults import SamplingDefaults
 from gateway.tokenizer import RESERVED_TEMPLATE_KWARGS
+from gateway.unsupported_fields import UNSUPPORTED
 
 # OpenAI's default for completions; a chat may fill the context.
 COMPLETION_MAX_TOKENS = 16
@@ -55,36 +56,17 @@ IGNORED = frozenset(
         "verbosity",
     }
 )
+USE_TOKEN_IDS = "use return_token_ids"
 # Fields that would change the output and cannot be obeyed, with the reason.
-UNSUPPORTED: Mapping[str, str] = {
-    "use_beam_search": "the engine samples",
-    "logits_processors": "it would run a client's code",
-    "prompt_embeds": "the engine takes tokens",
-    "input_embeds": "the engine takes tokens",
-    "mm_processor_kwargs": "the engine takes text only",
-    "kv_transfer_params": "",
-    "lora_path": "there are no adapters",
-    "lora_request": "there are no adapters",
-    "custom_logit_processor": "it would run a client's code",
-    "custom_params": "they are a custom_logit_processor's",
-    "session_params": "send the whole prompt; the prefix cache makes it cheap",
-    "repetition_detection": "",
-    "logprob_token_ids": "",
-    "vllm_xargs": "",
-    "return_hidden_states": "",
-    "return_routed_experts": "",
-    "return_tokens_as_token_ids": "use return_token_ids",
-    "thinking_token_budget": "",
-    "stop_regex": "",
-    "structural_tag": "",
-}
 UNSUPPORTED_IN_COMPLETION: Mapping[str, str] = {
     **UNSUPPORTED,
+    "return_tokens_as_token_ids": USE_TOKEN_IDS,
     "suffix": "",
     "functions": "use tools of /v1/chat/completions",
 }
 UNSUPPORTED_IN_CHAT: Mapping[str, str] = {
     **UNSUPPORTED,
+    "return_tokens_as_token_ids": USE_TOKEN_IDS,
     "audio": "the engine takes and writes text only",
     "modalities": "the engine takes and writes text only",
     "function_call": "use tool_choice",

@@ -14,6 +14,7 @@ from gateway.fields import Fields, check_in_range, validate
 from gateway.openai.request import SharedFields
 from gateway.responses.input_items import conversation
 from gateway.responses.tools import chat_tool_choice, chat_tools
+from gateway.unsupported_fields import UNSUPPORTED
 
 LOGPROBS = "message.output_text.logprobs"
 # A reasoning item's text stands in its content, so the next request can carry it on without this.
@@ -31,8 +32,9 @@ IGNORED = frozenset(
         "stream_options",
     }
 )
-# What is asked of a server that keeps responses, or runs tools and moderation.
-_REFUSED = {
+# Fields that cannot be obeyed, with the reason: most ask for a server that keeps responses.
+UNSUPPORTED_HERE = {
+    **UNSUPPORTED,
     "background": "this server answers a request while its client waits",
     "context_management": "this server compacts no context",
     "conversation": "this server keeps no conversations; send the whole conversation as input",
@@ -114,12 +116,8 @@ class ResponsesBody:
 
 def parse_responses(body: dict[str, Any]) -> ResponsesBody:
     """Return the parts of a body. Raises InvalidRequestError naming the field at fault."""
-    for name, reason in _REFUSED.items():
-        if body.get(name) not in (None, False):
-            raise InvalidRequestError(f"{name} is not supported: {reason}", field=name)
-    body = {name: value for name, value in body.items() if name not in _REFUSED}
     nested = {name: _without_nulls(body[name]) for name in ("text", "reasoning") if name in body}
-    fields = validate(ResponsesFields, body | nested, ignored=IGNORED)
+    fields = validate(ResponsesFields, body | nested, ignored=IGNORED, unsupported=UNSUPPORTED_HERE)
     _check(fields)
     talk = conversation(fields.instructions, fields.input)
     chat = {

@@ -36,25 +36,16 @@ from gateway.grammar import checked, schema_grammar, the_one
 from gateway.output import Delta, Output
 from gateway.reply_format import ReplyFormat, event
 from gateway.tokenizer import Tokenizer
+from gateway.unsupported_fields import UNSUPPORTED
 
 DEFAULT_MAX_NEW_TOKENS = 128
 # Fields that would change the output and cannot be obeyed, with the reason.
-UNSUPPORTED: Mapping[str, str] = {
+UNSUPPORTED_HERE: Mapping[str, str] = {
+    **UNSUPPORTED,
     "image_data": "the engine takes text only",
     "video_data": "the engine takes text only",
     "audio_data": "the engine takes text only",
-    "input_embeds": "the engine takes tokens",
-    "lora_path": "there are no adapters",
-    "session_params": "",
-    "return_hidden_states": "",
-    "return_routed_experts": "",
-    "custom_logit_processor": "it would run a client's code",
     "token_ids_logprob": "use top_logprobs_num",
-}
-UNSUPPORTED_IN_SAMPLING: Mapping[str, str] = {
-    "stop_regex": "",
-    "structural_tag": "",
-    "custom_params": "",
 }
 IGNORED_IN_SAMPLING = frozenset(
     # White space between special tokens, and the pace of the stream.
@@ -201,13 +192,13 @@ def generate_router(core: GatewayCore) -> APIRouter:
         body = await http.read_object(request, core.check_open)
         # SGLang's clients send nulls and empty values for fields that they do not use.
         fields = validate(
-            GenerateFields, {name: v for name, v in body.items() if v is not None}, unsupported=UNSUPPORTED
+            GenerateFields, {name: v for name, v in body.items() if v is not None}, unsupported=UNSUPPORTED_HERE
         )
         sampling_fields = validate(
             SglangSamplingFields,
             fields.sampling_params,
             ignored=IGNORED_IN_SAMPLING,
-            unsupported=UNSUPPORTED_IN_SAMPLING,
+            unsupported=UNSUPPORTED,
             prefix="sampling_params.",
         )
         core.check_model(fields.model)

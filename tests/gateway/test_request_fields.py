@@ -27,25 +27,6 @@ COMPLETION, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/genera
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 BODIES: dict[str, dict[str, Any]] = {COMPLETION: {"prompt": "hello"}, CHAT: HELLO, GENERATE: {"text": "hello"}}
-# Fields of vLLM and SGLang that the engine cannot obey, and values with which they ask for nothing.
-CANNOT: dict[str, Any] = {
-    "custom_logit_processor": "x",
-    "custom_params": {"a": 1},
-    "session_params": {"id": "s"},
-    "repetition_detection": {"max_pattern_size": 3},
-    "logprob_token_ids": [1, 2],
-    "lora_request": {"lora_name": "x"},
-    "vllm_xargs": {"a": 1},
-}
-NO_WISH: dict[str, Any] = {
-    "custom_logit_processor": "",
-    "custom_params": {},
-    "session_params": False,
-    "repetition_detection": {},
-    "logprob_token_ids": [],
-    "lora_request": "",
-    "vllm_xargs": {},
-}
 
 
 @pytest.fixture
@@ -145,56 +126,6 @@ async def test_strict_fields_refuse_unknown_ones(strict: Stack, url: str) -> Non
 async def test_a_misspelt_field_gets_a_suggestion(strict: Stack) -> None:
     answer = await strict.http.post(COMPLETION, json={"prompt": "a", "max_token": 3})
     assert answer.json()["error"]["message"] == "unknown field 'max_token'; did you mean 'max_tokens'?"
-
-
-@pytest.mark.parametrize(
-    ("url", "more"),
-    [
-        (url, more)
-        for url in BODIES
-        for more in (
-            {"return_routed_experts": False},
-            {"return_hidden_states": False, "lora_path": None},
-            {"input_embeds": [], "lora_path": ""},
-            *([{"functions": []}, dict.fromkeys(CANNOT), {"no_stop_trim": False}, NO_WISH] if url != GENERATE else []),
-        )
-    ],
-)
-async def test_fields_that_ask_for_nothing_are_fine(stack: Stack, url: str, more: dict[str, Any]) -> None:
-    answer = await stack.http.post(url, json={**BODIES[url], **more})
-    assert answer.status_code == 200 and HEADER not in answer.headers
-
-
-@pytest.mark.parametrize(
-    ("url", "field", "value"),
-    [
-        (COMPLETION, "suffix", "end"),
-        (COMPLETION, "use_beam_search", True),
-        (COMPLETION, "best_of", 2),
-        (COMPLETION, "logits_processors", ["x"]),
-        (COMPLETION, "truncate_prompt_tokens", 0),
-        (COMPLETION, "truncate_prompt_tokens", 128),
-        (COMPLETION, "truncate_prompt_tokens", -2),
-        (COMPLETION, "allowed_token_ids", []),
-        (COMPLETION, "allowed_token_ids", [10**6]),
-        (COMPLETION, "allowed_token_ids", [1] * 8193),
-        (COMPLETION, "bad_words", ["a"] * 257),
-        (COMPLETION, "bad_words.0", [3]),
-        (COMPLETION, "priority", -(2**31) - 1),
-        (COMPLETION, "prompt_logprobs", 21),
-        (COMPLETION, "stop", ["a"] * 65),
-        (CHAT, "chat_template", "{{ messages }}"),
-        (COMPLETION, "functions", [{"name": "f"}]),
-        *((url, field, value) for url in (COMPLETION, CHAT) for field, value in CANNOT.items()),
-        (GENERATE, "return_hidden_states", True),
-        (GENERATE, "return_routed_experts", True),
-        (GENERATE, "lora_path", "x"),
-    ],
-)
-async def test_what_the_engine_cannot_do_is_refused_by_name(stack: Stack, url: str, field: str, value: Any) -> None:
-    answer = await stack.http.post(url, json={**BODIES[url], field.partition(".")[0]: value})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
-    assert not stack.verifier.submitted
 
 
 # --- Fields that reach the verifier.
