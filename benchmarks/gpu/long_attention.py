@@ -27,17 +27,23 @@ class Batch(NamedTuple):
     Attributes:
         rows: of each sequence, a chain.
         tiles_for: rows of one sequence that attention's tiles are chosen for.
+        room: sequences that the launch has programs for, as in a graph that is larger than its
+            step; 0: so many as there are.
     """
 
     seqs: int
     rows: int
     tiles_for: int
+    room: int = 0
 
 
 BATCHES = (
     *(Batch(1, 1, 1), Batch(1, 8, 8), Batch(1, 32, 32), Batch(4, 8, 8)),
     *(Batch(16, 1, 1), Batch(16, 4, 4), Batch(16, 8, 8), Batch(16, 8, 32)),
     *(Batch(64, 1, 1), Batch(64, 4, 4), Batch(64, 4, 8), Batch(64, 8, 8)),
+    # As beside prompts, in graphs for up to 128 sequences with trees of up to 4, 8 and 32 rows.
+    *(Batch(seqs, 4, tiles_for, 128) for seqs in (16, 36, 64) for tiles_for in (4, 8, 32)),
+    *(Batch(36, 8, tiles_for, 128) for tiles_for in (8, 32)),
 )
 # Tokens of context, and blocks of the table.
 CONTEXTS = ((1500, 128), (2500, 256), (2500, 1024), (8500, 1024))
@@ -49,6 +55,7 @@ def layer_us(batch: Batch, context: int, table_blocks: int) -> float:
     from foretoken_kernels.gpu.tree_attention import attention_workspace, tree_attention
 
     device = torch.device("cuda")
+    room = batch.room or batch.seqs
     blocks, rows = -(-(context + batch.rows) // BLOCK), batch.seqs * batch.rows
     num_kv_slots = (batch.seqs * blocks + 1) * BLOCK
     planes = torch.randn(LAYERS, 2, num_kv_slots, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
@@ -56,14 +63,14 @@ def layer_us(batch: Batch, context: int, table_blocks: int) -> float:
     def ints(values: torch.Tensor) -> torch.Tensor:
         return values.to(torch.int32).contiguous()
 
-    tables = torch.zeros(batch.seqs, table_blocks, dtype=torch.int32, device=device)
-    tables[:, :blocks] = ints(torch.randperm(batch.seqs * blocks, device=device)).view(batch.seqs, blocks)
+    tables = torch.zeros(room, table_blocks, dtype=torch.int32, device=device)
+    tables[: batch.seqs, :blocks] = ints(torch.randperm(batch.seqs * blocks, device=device)).view(batch.seqs, blocks)
     query = torch.randn(rows, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     out, at = torch.empty_like(query), torch.arange(rows, device=device) % batch.rows
-    row_starts = ints(torch.arange(batch.seqs + 1, device=device) * batch.rows)
+    row_starts = ints((torch.arange(room + 1, device=device) * batch.rows).clamp(max=rows))
     context_lens = torch.full((rows,), context, dtype=torch.int32, device=device)
     masks = ((torch.ones_like(at) << (at + 1)) - 1)[:, None]
-    tree_starts = torch.full((batch.seqs,), context, dtype=torch.int32, device=device)
+    tree_starts = torch.full((room,), context, dtype=torch.int32, device=device)
     context_starts = torch.zeros_like(tree_starts)
     workspace = attention_workspace(MAX_ROWS, HEADS, KV_HEADS, HEAD_DIM, device)
 
@@ -95,8 +102,8 @@ def layer_us(batch: Batch, context: int, table_blocks: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    print("| sequences | rows | tiles for | context | table, blocks | us a layer | TB/s |")
-    print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print("| sequences | rows | tiles for | room for | context | table, blocks | us a layer | TB/s |")
+    print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for batch in BATCHES:
         for context, table_blocks in CONTEXTS:
             size = batch.seqs * (context + batch.rows) * KV_HEADS * HEAD_DIM * 2 * 2
