@@ -114,7 +114,8 @@ def the_one(wanted: list[tuple[Grammar, str]]) -> tuple[Grammar | None, str]:
     """Return the only grammar that was set, with its field. Raises InvalidRequestError for two."""
     if len(wanted) > 1:
         (_, first), (_, second), *_ = wanted
-        raise InvalidRequestError(f"{second} asks for a second form of the output, beside {first}", field=second)
+        beside = "" if first == second else f", beside {first}"
+        raise InvalidRequestError(f"{second} asks for a second form of the output{beside}", field=second)
     return wanted[0] if wanted else (None, "")
 
 

@@ -9,6 +9,7 @@ Missing fields mean the same as there; tests compare the two.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -218,24 +219,28 @@ def _rope(parsed: _ConfigFile) -> RopeConfig:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if parameters.get("partial_rotary_factor", parsed.partial_rotary_factor or 1.0) != 1.0:
         raise ConfigError("partial_rotary_factor is not supported")
-    theta = float(parameters.get("rope_theta", parsed.rope_theta or 10000.0))
+    theta = 10000.0 if parsed.rope_theta is None else parsed.rope_theta
+    theta = _positive("rope_theta", parameters.get("rope_theta", theta))
     if kind == "default":
         return RopeConfig("default", theta)
     try:
         if kind == "linear":
-            return RopeConfig("linear", theta, float(parameters["factor"]))
+            return RopeConfig("linear", theta, _positive("factor", parameters["factor"]))
         if kind == "llama3":
-            return RopeConfig(
-                "llama3",
-                theta,
-                float(parameters["factor"]),
-                float(parameters["low_freq_factor"]),
-                float(parameters["high_freq_factor"]),
-                int(parameters.get("original_max_position_embeddings", parsed.max_position_embeddings)),
-            )
+            names = ("factor", "low_freq_factor", "high_freq_factor")
+            factor, low, high = (_positive(name, parameters[name]) for name in names)
+            original = parameters.get("original_max_position_embeddings", parsed.max_position_embeddings)
+            longest = int(_positive("original_max_position_embeddings", original))
+            return RopeConfig("llama3", theta, factor, low, high, longest)
     except KeyError as error:
         raise ConfigError(f"rope_type {kind!r} needs {error.args[0]}") from error
     raise ConfigError(f"rope_type {kind!r} is not supported; supported: default, linear, llama3")
+
+
+def _positive(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be a number above 0, got {value!r}")
+    return float(value)
 
 
 def _eos_token_ids(*sources: int | list[int] | None) -> tuple[int, ...]:

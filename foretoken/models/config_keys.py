@@ -51,6 +51,8 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "use_bidirectional_attention": (),
     # A draft head's. The name that is read begins with ``eagle_``.
     "aux_hidden_state_layer_ids": (),
+    "num_eagle_features": (1,),
+    "parallel_draft_step": (1,),
     "compression_config": (),
     "quantization": (),
 }
@@ -112,6 +114,8 @@ _NUMERIC = re.compile(
     r"|mup|chunk|temperature|qk_|logit|latent|lora|ssm|mamba|conv(_|\d|$)|per_layer|shared_kv|cross_attention|quant|residual"
     r"|act(ivation)?_f|bidirectional"
 )
+# Of these, keys that multiply something: 1 changes nothing.
+_FACTOR = re.compile(r"scal(e|ing)|multiplier")
 # Values of any key that ask for nothing. In Python 0 == False and 1 == True, so booleans are
 # checked on their own.
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
@@ -137,8 +141,9 @@ def unknown_keys(raw: dict[str, Any], read: Collection[str]) -> tuple[list[str],
     for key, value in raw.items():
         if key in read or key in HARMLESS or key in REFUSED or key in _REFUSED_IF_FALSE:
             continue
-        asks_for_nothing = value in _NOTHING or value is False or (not isinstance(value, bool) and value in (0, 1))
-        if not asks_for_nothing:
+        is_neutral_factor = value == 1 and value is not True and _FACTOR.search(key)
+        # False is 0.
+        if value not in (*_NOTHING, 0) and not is_neutral_factor:
             (numeric if _NUMERIC.search(key) else others).append(key)
     return sorted(numeric), sorted(others)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from foretoken.models.architectures import architecture_note
 from foretoken.models.checkpoint_files import tensor_headers
-from foretoken.models.config import load_config, read_config_file, unread_keys
+from foretoken.models.config import ModelConfig, load_config, read_config_file, unread_keys
 from foretoken.models.config_keys import unread_note
 from foretoken.models.tensor_shapes import check_decoder
 
@@ -26,4 +26,11 @@ def check_target(path: Path) -> tuple[str, ...]:
 def config_notes(path: Path) -> tuple[str, ...]:
     """Return warnings about a model's config.json. Raises as ``check_target``."""
     file = path / "config.json"
-    return (*architecture_note(read_config_file(path), file), *unread_note(file, unread_keys(path)))
+    notes = (*architecture_note(read_config_file(path), file), *unread_note(file, unread_keys(path)))
+    return (*notes, *_end_note(load_config(path), file))
+
+
+def _end_note(config: ModelConfig, file: Path) -> tuple[str, ...]:
+    """Return a warning about end tokens that the model can never write."""
+    unknown = [str(token) for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
+    return (f"{file}: eos_token_id {', '.join(unknown)} is not in the vocabulary",) if unknown else ()

@@ -34,6 +34,8 @@ def openai_router(core: GatewayCore) -> APIRouter:
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """Return the served model by one of its names."""
+        if not name:
+            return await models()
         core.check_model(name)
         return http.json_response(await _model(core, core.answered_model(name)))
 
@@ -89,9 +91,8 @@ def _exchange(
 ) -> Response:
     name, detail = core.answered_model(model), core.settings.speculative_metrics
     reply: ReplyFormat = kind(options, name, int(time.time()), core.tokenizer, detail)
-    return Exchange(
-        core, generation, reply, stream=options.stream, api=request.url.path, client_id=http.client_id(request)
-    )
+    own = http.clean_id(options.request_id) or http.client_id(request)
+    return Exchange(core, generation, reply, stream=options.stream, api=request.url.path, client_id=own)
 
 
 async def _model(core: GatewayCore, name: str) -> dict[str, Any]:

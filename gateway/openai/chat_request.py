@@ -138,6 +138,12 @@ async def chat_text(core: GatewayCore, fields: ChatFields, use: ToolUse) -> str:
 def _with_reply(core: GatewayCore, options: GenerationOptions, prompt: str, fields: ChatFields) -> GenerationOptions:
     """Return a chat's options with how its outputs are written and read."""
     sampling = options.sampling
+    # OpenAI's clients may always send a response_format.
+    if options.tool_use.must_call and options.grammar_field not in ("", "response_format"):
+        raise InvalidRequestError(
+            f"{options.grammar_field} asks for a second form of the output, beside tool_choice",
+            field=options.grammar_field,
+        )
     reply = core.chat_forms.reply(
         prompt,
         options.tool_use,

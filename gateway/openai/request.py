@@ -131,6 +131,7 @@ class GenerationFields(GrammarFields, SharedFields):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     stop: Any = Field(None, description="A string, or a list of at most 64 strings.")
+    request_id: str | None = Field(None, description="vLLM's: the client's name for the request, as x-request-id.")
     no_stop_trim: bool = Field(False, description="SGLang's name of include_stop_str_in_output.")
     # vLLM's.
     prompt_logprobs: int | None = Field(None, description="Logprobs of the prompt's tokens, with as many best ones.")
@@ -218,6 +219,8 @@ class GenerationOptions:
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool = False
     priority: int = 0
+    # The client's name for the request; empty: it gave none.
+    request_id: str = ""
     # The field that set the grammar.
     grammar_field: str = ""
     tool_use: ToolUse = field(default_factory=ToolUse)
@@ -421,6 +424,7 @@ def _options(
         truncate_prompt_tokens=fields.truncate_prompt_tokens,
         return_token_ids=fields.return_token_ids,
         priority=fields.priority,
+        request_id=fields.request_id or "",
         prediction="" if fields.prediction is None else parts_text(fields.prediction.content, "prediction.content"),
         echo=echo,
         grammar_field=grammar_field,

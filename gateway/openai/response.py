@@ -8,6 +8,7 @@ from typing import Any, Literal
 import orjson
 
 from foretoken.results import FinishReason, VerifiedTree
+from gateway.chat.call_parser import Constraint
 from gateway.chat.pieces import ReplyPieces, ToolCallDelta, whole_calls
 from gateway.chat.reply_reader import ReplyReader
 from gateway.figures import generation_metrics
@@ -84,8 +85,7 @@ class OpenAiFormat(ReplyFormat):
         if delta.finished:
             parts.append(b',"seed":%d' % output.spec.sampling.seed)
         if self._options.include_usage:
-            usage = _usage(generation) if self._options.continuous_usage else None
-            parts.append(b',"usage":null' if usage is None else b"," + _members({"usage": usage}))
+            parts += (b",", _members(self._chunk_usage(generation)))
         elif delta.finished and (metrics := self._with_metrics({}, generation)):
             parts += (b",", _members(metrics))
         parts += (b"}", EVENT_END)
@@ -96,6 +96,12 @@ class OpenAiFormat(ReplyFormat):
             return DONE
         body = {**self._envelope(generation, self.chunk_object), "choices": [], "usage": _usage(generation)}
         return event(self._with_metrics(body, generation)) + DONE
+
+    def _chunk_usage(self, generation: Generation) -> dict[str, Any]:
+        """Return what a chunk says of usage, if the client wants any."""
+        if not self._options.include_usage:
+            return {}
+        return {"usage": _usage(generation) if self._options.continuous_usage else None}
 
     def _has_progress(self, delta: Delta) -> bool:
         """Return whether a delta has text to show, or tokens whose text waits for more tokens.
@@ -211,7 +217,7 @@ class ChatFormat(OpenAiFormat):
                             "finish_reason": None,
                         }
                     ],
-                    **({"usage": None} if self._options.include_usage else {}),
+                    **self._chunk_usage(generation),
                 }
             )
             for output in generation.outputs
@@ -241,11 +247,14 @@ class ChatFormat(OpenAiFormat):
         if self._is_plain:
             return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
         pieces = self._reader(output.index).feed(delta.text, finished=True)
-        message: dict[str, Any] = {"role": "assistant", "content": pieces.content, "refusal": None}
+        calls = whole_calls(pieces.tool_calls)
+        # A call that is cut before its name is known is left out.
+        must_call = self._options.reply.constraint is Constraint.REPLY
+        content = pieces.content or (None if calls or must_call else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if pieces.reasoning:
             message["reasoning_content"] = pieces.reasoning
-        if calls := whole_calls(pieces.tool_calls):
-            message["content"] = pieces.content or None
+        if calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in calls

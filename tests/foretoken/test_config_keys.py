@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from foretoken.errors import ConfigError
+from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models.config import load_config, parse_config, unread_keys
 from foretoken.models.draft_config import head_config
 from foretoken.models.target_check import config_notes
@@ -263,6 +263,27 @@ def test_keys_of_heads_that_change_the_numbers_are_refused_by_name(key: str, val
         head_config(speculators_head(tmp_path / "layer", {key: value}))
 
 
+@pytest.mark.parametrize("theta", [0, -1, "10000", True, float("inf")])
+def test_a_rope_theta_that_is_no_positive_number_is_refused(theta: object, tmp_path: Path) -> None:
+    config = PUBLISHED["Llama 3.1"]
+    for fields in ({"rope_parameters": {"rope_theta": theta}, "rope_scaling": None}, {"rope_theta": theta}):
+        with pytest.raises((ConfigError, CheckpointError), match="rope_theta"):
+            parse_config(config | fields, tmp_path / "config.json", {})
+
+
+def test_a_factor_that_is_no_positive_number_is_refused(tmp_path: Path) -> None:
+    for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+        config = PUBLISHED["Llama 3.1"] | {"rope_scaling": LLAMA31_ROPE | {name: 0}}
+        with pytest.raises(ConfigError, match=f"^{name} must be a number above 0, got 0$"):
+            parse_config(config, tmp_path / "config.json", {})
+
+
+def test_an_end_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
+    folder = save(tmp_path, PUBLISHED["Llama 3.1"] | {"eos_token_id": [2, 128256, 999999]})
+    (note,) = config_notes(folder)
+    assert note == f"{folder / 'config.json'}: eos_token_id 128256, 999999 is not in the vocabulary"
+
+
 def test_keys_of_eagle3_are_not_read_of_an_eagle_head(tmp_path: Path) -> None:
     config, tensors = head_files.eagle_files()
     head_files.write_folder(tmp_path, config | {"norm_output": True}, tensors)
@@ -304,6 +325,8 @@ def test_other_keys_of_heads_are_named(tmp_path: Path) -> None:
         ("post_block_norm", True),
         ("attention_window_size", 512),
         ("expert_interval", 2),
+        ("n_shared_experts", 1),
+        ("sliding_window_layers", 1),
         ("use_bidirectional_attention", True),
         ("use_bidirectional_attention", "all"),
         ("bidirectional_layers", [1]),

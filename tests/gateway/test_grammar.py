@@ -159,6 +159,9 @@ async def test_a_second_form_of_the_output_is_named_with_the_first(stack: Stack)
     error = (await stack.http.post("/v1/completions", json=body)).json()["error"]
     assert error["message"] == "regex asks for a second form of the output, beside json_schema"
     assert error["param"] == "regex"
+    body = {"prompt": "a", "structured_outputs": {"regex": "a", "choice": ["a"]}}
+    error = (await stack.http.post("/v1/completions", json=body)).json()["error"]
+    assert error["message"] == "structured_outputs asks for a second form of the output"
 
 
 async def test_bad_fields_of_sglang_are_named(stack: Stack) -> None:

@@ -118,6 +118,18 @@ async def test_a_request_is_aborted_by_the_clients_name(stack: Stack) -> None:
     assert await stack.metric("foretoken_gateway_num_requests") == 0
 
 
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})],
+)
+async def test_a_request_is_aborted_by_the_name_in_its_body(stack: Stack, url: str, body: dict[str, object]) -> None:
+    stack.verifier.script = until_aborted
+    answer = await started(stack, url, body | {"request_id": "mine"}, headers={"x-request-id": "another"})
+    for name, count in (("another", 0), ("mine", 1)):
+        assert (await stack.http.post("/abort_request", json={"rid": name})).json() == {"num_aborted": count}
+    assert (await answer).status_code == 200
+
+
 @pytest.mark.parametrize("has_list", [True, False])
 async def test_one_prompt_of_a_list_is_aborted_by_its_own_id(stack: Stack, has_list: bool) -> None:
     async def play(player: Player) -> None:

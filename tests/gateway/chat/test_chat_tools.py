@@ -115,7 +115,8 @@ async def stream(stack: Stack, **fields: Any) -> tuple[dict[str, Any], str]:
                 else:
                     calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
         reason = choice["finish_reason"] or reason
-    message["content"] = message["content"] or (None if "tool_calls" in message else "")
+    must_call = fields.get("tool_choice", "auto") != "auto"
+    message["content"] = message["content"] or (None if "tool_calls" in message or must_call else "")
     return message | {"refusal": None}, reason
 
 
@@ -153,6 +154,14 @@ async def test_an_output_cut_inside_a_call_ends_for_its_length(start: Start) -> 
         assert await stream(stack) == (message, reason)
 
 
+async def test_a_form_beside_a_forced_call_is_refused(start: Start) -> None:
+    async with start(HERMES) as stack:
+        for field, value in (("ebnf", 'root ::= "a"'), ("regex", "a"), ("structured_outputs", {"choice": ["a"]})):
+            answer = await stack.http.post(URL, json=ASK | {"tool_choice": "required", field: value})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+        assert not stack.verifier.submitted
+
+
 async def test_a_forced_call_cut_before_its_name_is_no_content(start: Start) -> None:
     strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
     async with start(HERMES) as stack:
@@ -163,7 +172,7 @@ async def test_a_forced_call_cut_before_its_name_is_no_content(start: Start) -> 
             ):
                 say(stack, cut, LENGTH)
                 message, reason = await ask(stack, **forced)
-                assert (message["content"], reason) == ("", "length") and "tool_calls" not in message
+                assert (message["content"], reason) == (None, "length") and "tool_calls" not in message
                 assert await stream(stack, **forced) == (message, reason)
             say(stack, f"{CALL}\n{cut}", LENGTH)
             message, reason = await ask(stack, tool_choice="required")
