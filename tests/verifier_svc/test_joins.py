@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from foretoken.errors import UnavailableError
+from foretoken.results import FallbackReason
 from tests.support.engine_harness import Request
 from tests.support.runs import (
     BATCH_ROWS,
@@ -30,6 +31,7 @@ from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT
 from verifier_svc.scheduling.launch_time import LaunchTime
 from verifier_svc.speculation import controllers
 from verifier_svc.speculation.candidate_shapes import chain
+from verifier_svc.speculation.controller import Controller
 
 
 def alike(lengths: list[int], shared: int, max_tokens: int) -> list[Request]:
@@ -444,6 +446,35 @@ def test_the_controller_changes_between_plain_decode_and_shapes(
     else:
         assert plain_runs > 2 and drafted_runs > 2
     assert all(course.num_accepted(index) > 10 for index in range(3))
+
+
+def test_late_trees_of_shared_rows_are_no_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence without a row may have had a worse draft than others, but not if none came."""
+    late, walks = 12, []
+
+    def look(number: int) -> None:
+        if number == late:
+            course.step.memory.draft_stamp.fill_(-1)
+
+    observe = Controller.observe_walk
+
+    def observe_walk(self: Controller, shape: Shape, num_matched: int, depth: int, num_rows: int = 1) -> None:
+        walks.append(num_matched)
+        observe(self, shape, num_matched, depth, num_rows)
+
+    monkeypatch.setattr(Controller, "observe_walk", observe_walk)
+    course = Course(
+        [greedy(1, 6, 60), greedy(2, 9, 60)],
+        look=look,
+        is_stuck=lambda number, num_releases: number == late and num_releases < 1,
+        timeout_s=0.0,
+        num_steps=0,
+    )
+    choose(course.runs, lambda number: chain(3)._replace(budget=4))
+    course.run()
+    assert course.harness.engine.counters.fallback_steps[FallbackReason.NO_DRAFT_IN_TIME] == 2
+    # The rows suffice for all, and the drafts are right, so no walk has no match.
+    assert len(walks) > 10 and 0 not in walks
 
 
 @pytest.mark.parametrize("drafts", [False, True])

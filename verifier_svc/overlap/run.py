@@ -291,6 +291,7 @@ class OverlappedRun:
                 has_joined,
                 self._times.are_telling and (drafting.drafter is None or self._requests.is_for_all),
                 asked.kind,
+                self._times.launched_at,
                 gap_s,
                 self._lookups.take_passed_over(),
             )
@@ -360,7 +361,8 @@ class OverlappedRun:
         if step.in_flight.is_bound or len(step.in_flight) > 1:
             return True
         with phase("wait"):
-            is_alive = self._wait.until(step.in_flight.has_trees, self._facts, self._times.read_at)
+            since = self._times.begun_at(self._facts[0])
+            is_alive = self._wait.until(step.in_flight.has_trees, self._facts, since)
         with phase("bind"):
             step.bind(
                 {
@@ -368,6 +370,7 @@ class OverlappedRun:
                     for index, (batch_row, tokens, parents) in step.in_flight.trees().items()
                 }
             )
+        self._times.mark_bound()
         return is_alive
 
     # 4. Wait and read.
@@ -382,20 +385,24 @@ class OverlappedRun:
             if self._drafting.drafter is None and self._lookups.are_due:
                 # The GPU waits too, and there is no drafter to look after.
                 self._step.in_flight.wait()
-            is_sound = self._wait.until(self._step.in_flight.is_done, self._facts, self._times.read_at)
-        seconds = self._times.mark_done()
+            since = self._times.begun_at(self._facts[0])
+            is_sound = self._wait.until(self._step.in_flight.is_done, self._facts, since)
+        seconds = self._times.mark_done(self._facts[0])
         # The first step of a run waits for no draft.
         if is_sound and self._times.num_read:
             self._wait.deadlines.observe(self._facts[0].kind, seconds)
         with phase("commit"):
-            self._commit()
+            self._commit(is_sound=is_sound)
         return is_sound
 
-    def _commit(self) -> None:
-        """Commit the oldest step's tokens."""
+    def _commit(self, *, is_sound: bool) -> None:
+        """Commit the oldest step's tokens. ``is_sound``: whether it did not have to miss trees."""
         drafting, lifecycle, facts = self._drafting, self._lifecycle, self._facts.popleft()
         num_live = 0
-        why_none = partial(self._speculator.fallbacks.of_overlapped, drafting=drafting, shape=facts.shape)
+        has_shared = bool(facts.shape.budget) and is_sound
+        why_none = partial(
+            self._speculator.fallbacks.of_overlapped, drafting=drafting, shape=facts.shape, has_shared=has_shared
+        )
         why_first = partial(why_none, is_first=True)
         for batch_row, walk, num_nodes, found in self._step.in_flight.receive():
             num_live += num_nodes > 0
@@ -404,10 +411,11 @@ class OverlappedRun:
             sequence = batch_row.sequence
             shares: tuple[DrafterShare, ...] = ()
             if self._requests.count_tokens(sequence, len(walk.tokens)):
+                had_draft = has_shared and batch_row.has_stepped and sequence.max_new_tokens > 1
                 shares = self._walks.observe(
                     num_nodes if found is None else 1,
                     len(walk.matched_nodes),
-                    got_no_row=bool(facts.shape.budget) and found is None and batch_row.has_stepped,
+                    got_no_row=had_draft and found is None,
                 )
             passed_over = facts.passed_over.get(sequence)
             if passed_over is not None:

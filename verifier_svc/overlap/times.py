@@ -27,6 +27,7 @@ class StepFacts(NamedTuple):
         has_joined: whether the prompt rows were in its own pass.
         is_timed: whether its time says something of later steps.
         kind: of its draft.
+        launched_at: in seconds of time.perf_counter().
         gap_s: seconds that the GPU waited for its launch.
         passed_over: rows that do not verify what a look-up found.
     """
@@ -39,6 +40,7 @@ class StepFacts(NamedTuple):
     has_joined: bool
     is_timed: bool
     kind: Hashable
+    launched_at: float
     gap_s: float
     passed_over: Mapping[Sequence, PassedOver]
 
@@ -51,15 +53,16 @@ class OverlapTimes:
     Attributes:
         num_launched: steps that were launched.
         num_read: steps that were read.
-        read_at: when the last one was read.
+        launched_at, read_at: when the last one was launched, and read.
     """
 
     def __init__(self, drafting: OverlapDrafting, costs: DraftCosts, prefill: PrefillBudget) -> None:
         self._drafting, self._costs, self._prefill = drafting, costs, prefill
         self._launch_time = LaunchTime()
         self.num_launched = self.num_read = 0
-        # When the last step was done, and when it was read.
-        self._done_at = self.read_at = 0.0
+        self.launched_at = self.read_at = 0.0
+        # When the last step was done, and when the last one with masks got them.
+        self._done_at = self._bound_at = 0.0
         # When the host began with the next launch.
         self._launching_from = 0.0
 
@@ -91,14 +94,25 @@ class OverlapTimes:
         ``is_late``: whether no step was in flight meanwhile.
         """
         self.num_launched += 1
-        now = time.perf_counter()
+        now = self.launched_at = time.perf_counter()
         self._launch_time.observe_launch(now - self._launching_from)
         return now - self._done_at if is_late else 0.0
 
-    def mark_done(self) -> float:
-        """Note that the oldest step is done; return the seconds since the one before was read."""
+    def mark_bound(self) -> None:
+        """Note that the last launched step got its masks."""
+        self._bound_at = time.perf_counter()
+
+    def begun_at(self, oldest: StepFacts) -> float:
+        """Return from when the GPU had nothing before the oldest step, and all that it needs.
+
+        The host may have been slow before: to read the last step, to launch or to bind this one.
+        """
+        return max(self.read_at, oldest.launched_at, self._bound_at)
+
+    def mark_done(self, oldest: StepFacts) -> float:
+        """Note that the oldest step is done; return the seconds since it began."""
         self._done_at = time.perf_counter()
-        return self._done_at - self.read_at
+        return self._done_at - self.begun_at(oldest)
 
     def learn(self, facts: StepFacts) -> float:
         """Learn what the step took that was just read; return its seconds."""
@@ -109,6 +123,8 @@ class OverlapTimes:
         self._launch_time.observe_step(seconds)
         if is_timed and drafting.drafter is None and not facts.num_prompt_rows:
             costs.observe_step(facts.num_rows, seconds - facts.gap_s)
+        else:
+            costs.skip_step()
         if facts.num_prompt_rows and self.num_read > _UNTIMED_STEPS:
             step_s = self.step_s(facts.shape, facts.num_batch_rows)
             self._prefill.observe(facts.num_prompt_rows, seconds, step_s, has_joined=facts.has_joined)

@@ -73,7 +73,8 @@ class TreeRequest:
             prompt_start: where its prompts' hidden states begin.
         """
         if self._asked is None:
-            kind = self._drafting.shape, seq_bucket(len(launched or ())), self._requests.has_prompts
+            num_sequences = sum(batch_row is not None for batch_row in launched or ())
+            kind = self._drafting.shape, seq_bucket(max(num_sequences, 1)), self._requests.has_prompts
             if launched is not None:
                 with self._counters.phase("draft_post"):
                     self._requests.post(step, launched, prompt_start)

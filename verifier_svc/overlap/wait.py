@@ -34,15 +34,15 @@ class OverlapWait:
         self.deadlines = deadlines
         self.is_lost = False
 
-    def until(self, is_there: Callable[[], bool], in_flight: deque[StepFacts], read_at: float) -> bool:
+    def until(self, is_there: Callable[[], bool], in_flight: deque[StepFacts], since: float) -> bool:
         """Wait for something of the oldest step. Return False if it had to go on without its trees.
 
         Args:
             in_flight: the steps in flight, oldest first.
-            read_at: when the step before was read, in seconds of time.perf_counter().
+            since: from when the drafter's time counts, in seconds of time.perf_counter().
         """
         kind = in_flight[0].kind
-        deadline = read_at + self.deadlines.seconds(kind) + _TOKEN_S * sum(each.num_prompt_rows for each in in_flight)
+        deadline = since + self.deadlines.seconds(kind) + _TOKEN_S * sum(each.num_prompt_rows for each in in_flight)
         while not is_there():
             if self._drafting.drafter is not None and (self.is_lost or not self._is_alive(deadline, kind)):
                 # Repeat it: a drafter that resumes late may overwrite the release.

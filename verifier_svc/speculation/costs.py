@@ -42,7 +42,8 @@ class StepCosts:
         if not measured:
             raise ValueError("step costs need at least one measured row count")
         self._rows = sorted(measured)
-        self._seconds = [measured[rows] for rows in self._rows]
+        self._measured = [measured[rows] for rows in self._rows]
+        self._seconds = list(self._measured)
         # Each over the one before, as measured at the start.
         self._growths = [1.0] + [right / left for left, right in pairwise(self._seconds)]
         # Steps so far, and the last one whose rows were nearest to each count.
@@ -80,6 +81,17 @@ class StepCosts:
         growth = 1 + CURVE_SMOOTHING * (ratio - 1)
         known[right:] = [seconds * growth for seconds in known[right:]]
         self._forget_unseen(right if share >= 0.5 else right - 1)
+
+    def skip(self) -> None:
+        """Count a step that says nothing of the curve.
+
+        After FORGET_AFTER of them in a row, forget a share of what was learnt in each: what long
+        contexts taught would else hold for short ones for as long as drafts run.
+        """
+        self._num_steps += 1
+        if max(self._seen_at) < self._num_steps - FORGET_AFTER:
+            for i, measured in enumerate(self._measured):
+                self._seconds[i] += FORGETTING * (measured - self._seconds[i])
 
     def _forget_unseen(self, seen: int) -> None:
         """Count a step whose rows were nearest to the count ``seen``, and forget what is long ago.
@@ -223,6 +235,10 @@ class DraftCosts:
     def observe_step(self, num_rows: int, seconds: float) -> None:
         """Learn the cost of a step without prefill."""
         self._costs.observe(num_rows, seconds)
+
+    def skip_step(self) -> None:
+        """Count a step whose time says nothing of the target's pass alone."""
+        self._costs.skip()
 
     def relative(self, drafters: Sequence[DrafterHandle], batch: int) -> list[float]:
         """Return the cost of a step by reach, over a plain step.

@@ -41,12 +41,19 @@ class Fallbacks:
         return FallbackReason.DRAFTS_DO_NOT_PAY
 
     def of_overlapped(
-        self, sequence: Sequence, *, drafting: OverlapDrafting, shape: Shape, is_first: bool = False
+        self,
+        sequence: Sequence,
+        *,
+        drafting: OverlapDrafting,
+        shape: Shape,
+        has_shared: bool,
+        is_first: bool = False,
     ) -> FallbackReason:
         """Return the reason in an overlapped step.
 
         Args:
             shape: the trees' shape in this step.
+            has_shared: whether batch rows shared the step's rows, and the trees came in time.
             is_first: whether it is the sequence's first step of this run.
         """
         if drafting.is_above_limit:
@@ -61,6 +68,6 @@ class Fallbacks:
             if is_first:
                 return FallbackReason.FIRST_STEP
             # Of shared rows, drafts that promise more got them.
-            return FallbackReason.DRAFTS_DO_NOT_PAY if shape.budget else FallbackReason.NO_DRAFT_IN_TIME
+            return FallbackReason.DRAFTS_DO_NOT_PAY if has_shared else FallbackReason.NO_DRAFT_IN_TIME
         # Look-up drafters that found nothing rest, or a model whose drafts did not pay for long.
         return FallbackReason.DRAFTS_DO_NOT_PAY if drafting.is_resting else FallbackReason.NOTHING_FOUND

@@ -108,8 +108,11 @@ class PathAcceptance:
         if not is_probe:
             self._num_steps += num_steps
         weight = min(1.0, STEP_TRIALS / batch)
+        # While all requests ask for one shape, many steps may pass before the next decision. All of
+        # them together weigh no more than the memory holds.
+        kept = min(1.0, memory / num_steps)
         for (num_matched, depth), count in walks.items():
-            counts.add(num_matched, depth, count * weight)
+            counts.add(num_matched, depth, count * weight * kept)
             if self._before is not None and not is_probe:
                 for level in range(min(num_matched + 1, depth)):
                     self._expected_misses += (1 - self._before.chances[level]) * count * weight

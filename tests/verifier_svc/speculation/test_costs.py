@@ -211,6 +211,28 @@ def test_what_more_rows_were_seen_to_cost_is_forgotten() -> None:
     assert dear > 40.0 and costs.estimate(32) == pytest.approx(16.0, rel=0.05)
 
 
+def test_what_long_contexts_taught_is_forgotten_while_drafts_run() -> None:
+    """Steps with drafts say nothing of the curve, so nothing else would correct it."""
+    measured = {1: 2.0, 8: 4.0, 16: 8.0, 32: 16.0}
+    costs = StepCosts(measured)
+    for _ in range(400):
+        costs.observe(8, 20.0)
+    learnt = {rows: costs.estimate(rows) for rows in measured}
+    assert learnt[32] > 60.0
+    for _ in range(400):
+        costs.skip()
+    assert {rows: costs.estimate(rows) for rows in measured} == learnt
+    for _ in range(1500):
+        costs.skip()
+    assert [costs.estimate(rows) for rows in measured] == pytest.approx(list(measured.values()), rel=0.05)
+    # Steps that others come between are no long pause.
+    for _ in range(400):
+        costs.observe(8, 20.0)
+        for _ in range(8):
+            costs.skip()
+    assert costs.estimate(8) == pytest.approx(20.0, rel=0.01)
+
+
 def _costs_of(rows: int) -> float:
     """Return what so many rows cost, where more than four are dearer than at the start."""
     return (1.0 + 0.16 * rows) * (1.5 if rows > 4 else 1.0)

@@ -53,6 +53,17 @@ def test_a_few_walks_are_enough_after_a_pause() -> None:
     assert known.chances(chain(1))[0] > 0.6
 
 
+@pytest.mark.parametrize("num_before", [40, 5000])
+def test_many_steps_between_two_decisions_weigh_no_more_than_the_memory_holds(num_before: int) -> None:
+    """While all requests ask for one shape nothing is decided, and their texts may differ."""
+    known = PathAcceptance(3)
+    known.observe(chain(3), {(3, 3): 16 * num_before}, num_before, 16)
+    assert known.chances(chain(3))[0] > 0.97
+    for _ in range(12):
+        known.observe(chain(3), {(0, 3): 16 * 8}, 8, 16)
+    assert known.chances(chain(3))[0] < 0.1
+
+
 def test_what_is_verified_says_more_than_what_was() -> None:
     """Chains drafted the beginnings of texts; the tree drafts what follows, which is easier."""
     known = PathAcceptance(3)
