@@ -310,7 +310,7 @@ def measure(
             Submit(key, 0, prompt, (), sampling, speculation=SpeculationOptions(), cache_salt=None, deadline=None), 0.0
         )
     step = FreeStep(memory, ready_results(batch, nodes, text), outbox)
-    speculator.capture(scheduler.running)
+    speculator.begin_step(scheduler.running)
     ahead = OverlapRuns(lambda memory, order: step, step, timeout_s=60.0)  # type: ignore[arg-type, return-value]
     messages = StopAfter(step, counters, num_steps)
     messages.profile = profile

@@ -63,7 +63,7 @@ class Algorithm:
 
     @property
     def runs_model(self) -> bool:
-        """Whether it runs a model, on the GPU if there is one."""
+        """Return whether it runs a model, on the GPU if there is one."""
         return "device" in self.settings
 
     def check_files(self, model: Path | None, target: Path) -> tuple[str, ...]:

@@ -136,7 +136,7 @@ class Session:
 
     @property
     def is_preparing(self) -> bool:
-        """Whether ``prepare`` has more to do."""
+        """Return whether ``prepare`` has more to do."""
         return self._overlapped is not None and not self._overlapped.is_prepared
 
     def prepare(self) -> bool:

@@ -189,7 +189,7 @@ class DraftRequest:
         max_nodes: int32; nodes of the tree at most, root included; 1: do not draft.
         max_depths: int32; edges from the root at most.
         max_branches: int32; children of one node at most, the top-k of EAGLE's trees.
-        salts: uint64; digest of the tenant: text learnt under one salt is never drafted under
+        salts: uint64; digest of the tenant: text learned under one salt is never drafted under
             another.
         seeds: uint64; keys of the noise (foretoken.sampling).
         choice_indices: int32.

@@ -1,7 +1,7 @@
 """Sampling of one request: its parameters, the order of logit operations and the keyed noise.
 
 This module defines the text: plain decode, tree verification and sampling drafters all follow it.
-foretoken/noise.py defines the noise and foretoken/logits.py the logit operations. This module
+foretoken/noise.py defines the noise and tests/references/logits.py the logit operations. This module
 imports neither, because the gateway only needs the parameters.
 
 A token is sampled from one row of target logits by these operations, in this order, the same at

@@ -106,7 +106,7 @@ class Span:
 
     @property
     def is_recording(self) -> bool:
-        """Whether the span will be sent: its trace is sampled, and it has not ended."""
+        """Return whether the span will be sent: its trace is sampled, and it has not ended."""
         return self._span.is_recording()
 
     def child(

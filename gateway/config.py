@@ -242,12 +242,12 @@ class GatewaySettings(ServedModelSettings):
 
     @property
     def needs_key(self) -> bool:
-        """Whether clients need a key."""
+        """Return whether clients need a key."""
         return bool(self.api_keys) or self.api_key_file is not None
 
     @property
     def is_reloadable(self) -> bool:
-        """Whether SIGHUP makes the gateway read files again."""
+        """Return whether SIGHUP makes the gateway read files again."""
         return self.api_key_file is not None or self.ssl_certfile is not None
 
     @property

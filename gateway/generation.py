@@ -94,7 +94,7 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """Whether the reader took every output to its end; False if the client is gone."""
+        """Return whether the reader took every output to its end; False if the client is gone."""
         if self._news or self._gone is not None:
             return False
         return all(output.finished is not None for output in self.outputs)
@@ -117,7 +117,7 @@ class Generation:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some output waits for a verifier."""
+        """Return whether some output waits for a verifier."""
         return any(output.is_waiting for output in self.outputs)
 
     def start(self) -> None:

@@ -153,7 +153,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def is_writable(self) -> bool:
-        """Whether the client reads what it was sent. If not, ASGI's ``send`` waits for it."""
+        """Return whether the client reads what it was sent. If not, ASGI's ``send`` waits for it."""
         return not (self.flow.write_paused or self.transport.is_closing())
 
     def write_part(self, data: bytes) -> None:

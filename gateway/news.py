@@ -13,7 +13,7 @@ class DirectReader(Protocol):
 
     @property
     def keeps_up(self) -> bool:
-        """Whether it can take deltas now; otherwise they are merged until ``Generation.wait``."""
+        """Return whether it can take deltas now; otherwise they are merged until ``Generation.wait``."""
         ...
 
     def take(self, deltas: list[Delta]) -> None: ...

@@ -83,12 +83,12 @@ class Output:
 
     @property
     def ended(self) -> bool:
-        """Whether the text is complete; the verifier's figures may still be missing."""
+        """Return whether the text is complete; the verifier's figures may still be missing."""
         return self.finish_reason is not None
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for a verifier."""
+        """Return whether it waits for a verifier."""
         return self.finished is None and self.sequence is not None and self.sequence.is_waiting
 
     @property

@@ -66,12 +66,12 @@ class ResumableSequence:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for a verifier."""
+        """Return whether it waits for a verifier."""
         return self._client is None
 
     @property
     def was_lost(self) -> bool:
-        """Whether its next start is a resume."""
+        """Return whether its next start is a resume."""
         return self._attempt > 0
 
     def prefix_keys(self) -> Iterator[int]:

@@ -91,7 +91,7 @@ class Tokenizer:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template reads tools, so that the model can see them."""
+        """Return whether the chat template reads tools, so that the model can see them."""
         # Tags of transformers' own, which only mark text, would need its environment.
         text = _MARKING_TAGS.sub("", self.chat_template_text)
         try:

@@ -82,7 +82,7 @@ class VerifierClient:
 
     @property
     def is_up(self) -> bool:
-        """Whether the verifier takes submissions now: the session is up, and it does not drain."""
+        """Return whether the verifier takes submissions now: the session is up, and it does not drain."""
         return self._up.is_set()
 
     @property

@@ -70,7 +70,7 @@ class VerifierPool:
 
     @property
     def is_up(self) -> bool:
-        """Whether a verifier takes sequences now."""
+        """Return whether a verifier takes sequences now."""
         return any(client.is_up for client in self.clients)
 
     @property

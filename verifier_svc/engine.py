@@ -2,12 +2,12 @@
 
     inbox -> schedule -> forward -> sample and walk -> commit -> draft the next step -> outboxes
 
-That is an ordinary step. On a GPU overlapped steps (overlap.py) come first, as long as nothing
-needs the host between two steps.
+That is an ordinary step. On a GPU overlapped steps (overlap/) come first, as long as nothing needs
+the host between two steps.
 
 This module owns the loop. lifecycle.py owns the sequences and their events; target_step.py runs the
-target and handles its results. The service reaches the engine only through ``send``,
-``open_session`` and the outboxes.
+target and handles its results. The service changes the engine only through ``send``,
+``open_session`` and ``drain``; it reads figures from any thread.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Engine:
         times = StepTimes()
         with times.phase("schedule"):
             # First, because it decides which drafters take part in this step.
-            self._target.captured = self.speculator.capture(self.scheduler.running)
+            self.speculator.begin_step(self.scheduler.running)
             self.handle_messages()
         if self._run_overlapped():
             return
@@ -199,7 +199,7 @@ class Engine:
     def _run_overlapped(self) -> bool:
         """Run overlapped steps as long as possible; count why none could run.
 
-        Return whether any ran.
+        Return False if an ordinary step must come instead.
         """
         if self._overlap_runs is None or not self.scheduler.has_work:
             return False
@@ -243,5 +243,5 @@ class Engine:
 
     def _num_nodes(self, sequence: Sequence) -> int:
         """Return how many nodes the sequence's next step verifies, including the root."""
-        draft = self.speculator.draft_of(sequence)
+        draft = self.speculator.trees.of(sequence)
         return draft.tree.num_nodes if draft is not None else 1

@@ -49,7 +49,7 @@ class VerifierConstants:
             num_prefix_cache_hits=scheduler.num_prefix_hits,
             num_generated_tokens=counters.num_generated_tokens,
             num_prompt_tokens=counters.num_prompt_tokens,
-            num_plain_batch_steps=engine.speculator.num_plain_batch_steps,
+            num_plain_batch_steps=engine.speculator.limit.num_steps_above,
             num_fallback_steps=counters.num_fallback_steps,
             step_time_us={phase: int(seconds * 1e6) for phase, seconds in dict(counters.phase_seconds).items()},
             overlap_blocked_steps=dict(counters.overlap_blocked_steps),

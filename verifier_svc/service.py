@@ -1,4 +1,4 @@
-"""Serve the verifier's gRPC API. Only this module, submissions.py and events.py use protobuf types.
+"""Serve the verifier's gRPC API.
 
 The service checks requests against the limits table even if the gateway did so before. A sequence's
 error is an event of its session, with the code and field of a gRPC status.

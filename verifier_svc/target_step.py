@@ -28,8 +28,6 @@ class TargetStep:
         self._runner, self._walker = runner, walker
         self._speculator, self._lifecycle = speculator, lifecycle
         self._blocks = lifecycle.blocks
-        # The layers whose hidden states the next pass captures.
-        self.captured: tuple[int, ...] = ()
         # The hidden states of the last pass that drafters get.
         self._kept: PassHiddenStates | None = None
 
@@ -41,7 +39,8 @@ class TargetStep:
             blocks = self._blocks
             batch = build_batch(scheduled, blocks.block_size, blocks.num_blocks * blocks.block_size)
             # Capturing costs time: skip it if no drafter of these rows wants hidden states.
-            captured = self.captured if any(part.wants_hidden_states for part in scheduled) else ()
+            is_wanted = any(part.wants_hidden_states for part in scheduled)
+            captured = self._speculator.hidden_states.layers if is_wanted else ()
             if all(part.was_decoding for part in scheduled):
                 # On a CPU a pass over prompts has all cores.
                 self._speculator.learn_beside()
@@ -61,7 +60,7 @@ class TargetStep:
         """Set a part's tree, or the positions to run again for their hidden states."""
         part.wants_hidden_states = self._speculator.hidden_states.is_wanted(part.sequence)
         if part.was_decoding:
-            draft = self._speculator.draft_of(part.sequence)
+            draft = self._speculator.trees.of(part.sequence)
             if draft is not None and draft.tree.num_nodes <= part.max_nodes:
                 part.draft = draft
         elif part.sequence.num_computed != part.sequence.hidden_states.end:

@@ -15,9 +15,9 @@ class BatchRows:
 
     Attributes:
         batch_slots: the batch slot of each batch row; NO_BATCH_SLOT: the batch row is empty.
-        sequences: None: the batch row is empty, or its sequence is unknown, and nothing is learnt.
+        sequences: None: the batch row is empty, or its sequence is unknown, and nothing is learned.
         is_drafted: bool [batch rows]; whether KV entries are written; if not, tokens are only
-            learnt.
+            learned.
         num_blocks: number of known blocks of each sequence.
         wants_tree: bool [batch rows]; whether more than the root is asked for.
     """

@@ -140,7 +140,7 @@ class OverlappedDraft:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether ``prepare`` has nothing left to do."""
+        """Return whether ``prepare`` has nothing left to do."""
         return self._usual.are_done
 
     @torch.inference_mode()

@@ -70,18 +70,18 @@ class PromptWriter:
         # The stamp of each step with prompt rows.
         self._stamps = DeviceJournal({"stamp": (1,)}, MAX_UNREAD_STEPS, levels.device)
         # None: all KV entries of prompts are known to be written.
-        self._learnt: _LearntPrompts | None = None
+        self._learned: _LearntPrompts | None = None
 
     @property
     def batch_slots(self) -> list[int]:
         """Batch slots of the prompts whose KV entries may not be written yet."""
-        return [] if self._learnt is None else self._learnt.batch_slots
+        return [] if self._learned is None else self._learned.batch_slots
 
     def learn(self, request: DraftRequest, step: DeviceStep) -> None:
         """Learn a request's prompt rows, and send the rows of their passes to the device."""
         work = self._prompt_rows.learn(request)
         arrays = [self._levels.model.upload(part.batch) for part in work.passes]
-        self._learnt = _LearntPrompts(step.number, request.batch_slots[step.num_batch_rows :].tolist(), work, arrays)
+        self._learned = _LearntPrompts(step.number, request.batch_slots[step.num_batch_rows :].tolist(), work, arrays)
         self._figures.extend_tokens += sum(part.batch.num_rows for part in work.passes)
 
     def write(self, number: int) -> None:
@@ -89,13 +89,13 @@ class PromptWriter:
 
         They read the hidden states that the step left.
         """
-        learnt = self._learnt
-        if learnt is None or learnt.number != number:
+        learned = self._learned
+        if learned is None or learned.number != number:
             return
         self._stamps.device["stamp"].copy_(self._memory.stamp)
         self._stamps.record()
         hidden, model = self._memory.prompt_hidden, self._levels.model
-        for index, (part, arrays) in enumerate(zip(learnt.work.passes, learnt.arrays, strict=True)):
+        for index, (part, arrays) in enumerate(zip(learned.work.passes, learned.arrays, strict=True)):
             if index and index % _QUEUED_PASSES == 0:
                 # A full queue of launches waits for the device, too.
                 self._wait.until_idle(number)
@@ -105,7 +105,7 @@ class PromptWriter:
 
     def check_ready(self, number: int) -> None:
         """Do what ``check`` does if that need not wait."""
-        if self._learnt is not None and self._stamps.is_ready():
+        if self._learned is not None and self._stamps.is_ready():
             self.check(number)
 
     def check(self, number: int) -> None:
@@ -113,12 +113,12 @@ class PromptWriter:
 
         ``number``: the last step that a draft was requested for.
         """
-        learnt, self._learnt = self._learnt, None
-        if learnt is None:
+        learned, self._learned = self._learned, None
+        if learned is None:
             return
         self._wait.until(self._stamps.is_ready, number)
-        if int(self._stamps.take()["stamp"][0]) != learnt.number:
-            for extension in learnt.work.extensions:
+        if int(self._stamps.take()["stamp"][0]) != learned.number:
+            for extension in learned.work.extensions:
                 self._rows.revoke(extension)
 
     def warm_up(self) -> None:

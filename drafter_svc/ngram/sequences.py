@@ -93,7 +93,7 @@ def append_own(sequences: Sequences, batch_slot: int, token: int, window: int) -
 
 @inlined_uncounted
 def break_off(sequences: Sequences, batch_slot: int, window: int) -> None:
-    """Mark a break in a batch slot's sequence: nothing is matched or learnt across it."""
+    """Mark a break in a batch slot's sequence: nothing is matched or learned across it."""
     for d in range(sequences.stamps.shape[1]):
         sequences.stamps[batch_slot, d] = NO_STAMP
     sequences.state[batch_slot, PLACE] = end_text(sequences.state[batch_slot, PLACE])
@@ -149,7 +149,7 @@ def learn_row(
 ) -> None:
     """Append a row's new tokens to its text and the trie, but not across missed tokens.
 
-    A sequence that is new to its batch slot starts with a break. Predictions are not learnt.
+    A sequence that is new to its batch slot starts with a break. Predictions are not learned.
     """
     batch_slot = columns[BATCH_SLOT_OF]
     state = sequences.state[batch_slot]

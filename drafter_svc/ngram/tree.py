@@ -398,7 +398,7 @@ def draft_rows(
 
     Return how many got more than a root.
 
-    A row whose batch slot or offsets are out of range is neither learnt nor drafted for.
+    A row whose batch slot or offsets are out of range is neither learned nor drafted for.
     """
     num_drafted = 0
     for row in range(len(sent.columns)):

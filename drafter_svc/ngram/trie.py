@@ -135,7 +135,7 @@ def bucket_of(buckets: Int32, digest: int) -> int:
 
 @inlined_uncounted
 def place_after(trie: Trie, place: int) -> int:
-    """Return the place after ``place`` in its text, or 0 if no token was learnt there."""
+    """Return the place after ``place`` in its text, or 0 if no token was learned there."""
     after = place + 1
     if after % CHUNK == 0:
         after = int(trie.chunks[place // CHUNK, CHUNK_AFTER]) * CHUNK
@@ -167,7 +167,7 @@ def token_of(trie: Trie, node: int) -> int:
 
 @inlined_uncounted
 def count_of(trie: Trie, node: int) -> int:
-    """Return how often a node's window was learnt."""
+    """Return how often a node's window was learned."""
     return int(trie.nodes[node, COUNT]) if node >= 0 else 1
 
 

@@ -68,7 +68,7 @@ class DraftsFromMemory(Protocol):
 
     @property
     def is_prepared(self) -> bool:
-        """Whether ``prepare`` has nothing left to do."""
+        """Return whether ``prepare`` has nothing left to do."""
         ...
 
     def prepare(self) -> bool:

@@ -308,7 +308,7 @@ class _ClientRun:
 
     @property
     def _is_over(self) -> bool:
-        """Whether no request may start any more."""
+        """Return whether no request may start any more."""
         return time.perf_counter() >= self._ends_at
 
     async def _converse(self, stream: UserStream, due_at: float) -> None:

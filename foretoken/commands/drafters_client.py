@@ -27,7 +27,7 @@ class DrafterOf(NamedTuple):
 
     @property
     def is_decided(self) -> bool:
-        """Whether it is attached, or the reason why not is known."""
+        """Return whether it is attached, or the reason why not is known."""
         return self.state != "connecting" or bool(self.reason)
 
 

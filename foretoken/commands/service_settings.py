@@ -37,7 +37,7 @@ class VerifierStack:
 
     @property
     def has_model(self) -> bool:
-        """Whether any drafter has a model."""
+        """Return whether any drafter has a model."""
         return any(spec.row.runs_model for spec, _ in self.drafters)
 
     def is_inside(self, spec: DrafterSpec) -> bool:

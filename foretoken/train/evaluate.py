@@ -35,7 +35,7 @@ class Acceptance:
 
     @property
     def is_useless(self) -> bool:
-        """Whether so little is accepted that drafts are not worth their cost."""
+        """Return whether so little is accepted that drafts are not worth their cost."""
         return self.tokens_per_step < LEAST_TOKENS_PER_STEP
 
     def __str__(self) -> str:

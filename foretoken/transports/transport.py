@@ -119,7 +119,7 @@ class DraftTransport(ABC):
         """Let a drafter in this process begin with unawaited requests, beside what the caller does.
 
         Args:
-            least: new tokens from which it runs on another thread; fewer are learnt on the
+            least: new tokens from which it runs on another thread; fewer are learned on the
                 caller's.
         """
         return
@@ -291,7 +291,7 @@ class RequestQueue:
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether a reply is awaited: it has not arrived, and was not given up or dropped."""
+        """Return whether a reply is awaited: it has not arrived, and was not given up or dropped."""
         return self._awaited_step_id is not None
 
     @property
@@ -300,7 +300,7 @@ class RequestQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no part is unanswered or waiting."""
+        """Return whether no part is unanswered or waiting."""
         return not self._in_flight and not self._waiting
 
     def add(self, request: DraftRequest) -> None:

@@ -38,7 +38,7 @@ class ApiKey:
 
     @property
     def has_quota(self) -> bool:
-        """Whether any of its limits must be counted."""
+        """Return whether any of its limits must be counted."""
         return (self.requests_per_minute, self.tokens_per_minute, self.max_concurrent_requests) != (None, None, None)
 
 

@@ -46,7 +46,7 @@ class ChatReply:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all text is content, so that no reader is needed."""
+        """Return whether all text is content, so that no reader is needed."""
         return self.reasoning is None and self.tools is None
 
     def reader(self) -> ReplyReader:

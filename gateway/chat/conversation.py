@@ -56,7 +56,7 @@ class Conversation:
 
     @property
     def is_continued(self) -> bool:
-        """Whether the assistant has begun a message that it is to continue."""
+        """Return whether the assistant has begun a message that it is to continue."""
         return self._last_role == "assistant"
 
     @property

@@ -13,7 +13,7 @@ class ReasoningParser(Protocol):
 
     @property
     def is_inside(self) -> bool:
-        """Whether the text so far ends in reasoning."""
+        """Return whether the text so far ends in reasoning."""
         ...
 
     def feed(self, text: str, *, finished: bool) -> tuple[str, str]:
@@ -52,7 +52,7 @@ class ReplyReader:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text so far ends in reasoning."""
+        """Return whether the text so far ends in reasoning."""
         return self._reasoning is not None and self._reasoning.is_inside
 
     def feed(self, text: str, *, finished: bool) -> ReplyPieces:

@@ -84,7 +84,7 @@ def test_calls_are_made_in_order() -> None:
         assert step_id_of(transport.receive(0.0)) == 3
 
 
-def test_few_tokens_are_learnt_by_the_caller() -> None:
+def test_few_tokens_are_learned_by_the_caller() -> None:
     with opened() as (drafter, transport):
         drafter.go.set()
         for tokens in ([1, 2], [1, 2, 3]):
@@ -94,7 +94,7 @@ def test_few_tokens_are_learnt_by_the_caller() -> None:
         assert drafter.on_threads == [False, True]
 
 
-def test_what_waits_for_long_is_learnt_by_the_caller() -> None:
+def test_what_waits_for_long_is_learned_by_the_caller() -> None:
     with opened() as (drafter, transport):
         most = [1] * MOST_UNAWAITED
         transport.post_unawaited(draft_request([most], step_id=1))

@@ -1,4 +1,4 @@
-"""Test the device sampler: each row gives foretoken/logits.py's token, in any batch."""
+"""Test the device sampler: each row gives tests/references/logits.py's token, in any batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from foretoken_kernels.gpu import sample
 from foretoken_kernels.gpu.sample import sample_rows, sample_workspace
 
 from foretoken import noise
-from foretoken.logits import NO_SAMPLE, sample_reference
 from foretoken.sampling import SamplingParams, noise_key
 from foretoken.tree import DraftTree
 from tests.foretoken.test_noise import KNOWN_ANSWERS, LITERAL_NOISE, assert_within_4_ulp
@@ -27,6 +26,7 @@ from tests.kernels.sampling_batches import (
     path_tokens,
     random_sequence,
 )
+from tests.references.logits import NO_SAMPLE, sample_reference
 from tests.support.environment import child_environment
 
 CHUNK = 64

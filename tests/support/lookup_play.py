@@ -33,7 +33,7 @@ class Knowing(ScriptedDrafter):
 
     Attributes:
         asked: the places of the output that it was asked for.
-        learnt: the texts that it was sent, by batch slot and generation.
+        learned: the texts that it was sent, by batch slot and generation.
         num_new: the new tokens of each request.
     """
 
@@ -48,7 +48,7 @@ class Knowing(ScriptedDrafter):
         return super().draft(request)
 
     @property
-    def learnt(self) -> list[list[int]]:
+    def learned(self) -> list[list[int]]:
         return list(self._tokens.values())
 
     def release(self, batch_slots: Sequence[int]) -> None:

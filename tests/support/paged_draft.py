@@ -19,10 +19,10 @@ from foretoken_kernels.cpu.draft_levels import LevelPass
 from foretoken_kernels.cpu.draft_tree import MARGIN
 
 from foretoken.drafting import DraftRequest, TargetInfo
-from foretoken.logits import process_logits
 from foretoken.models.batch import ForwardBatch
 from foretoken.noise import gumbel_noise
 from foretoken.sampling import SamplingParams
+from tests.references.logits import process_logits
 
 VOCAB = 50
 HIDDEN = 4

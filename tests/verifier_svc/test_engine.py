@@ -169,7 +169,7 @@ def test_statistics_follow_their_formulas() -> None:
     result = run.run([request(max_tokens=30)])[0]
     assert result.finished is not None
     stats = result.finished.speculation
-    counters = run.speculator.counters["scripted"]
+    counters = run.speculator.drafter("scripted").counters
     assert sum(stats.acceptance_histogram) == stats.num_spec_steps == counters.num_drafts
     accepted = sum(k * n for k, n in enumerate(stats.acceptance_histogram))
     assert accepted == stats.num_accepted_tokens == counters.num_accepted_tokens

@@ -188,7 +188,7 @@ def test_plain_above_the_batch_limit_and_back() -> None:
     run.drain()
     assert_same(requests, expected, got)
     assert_speculated(got)
-    assert run.speculator.num_plain_batch_steps > 0
+    assert run.speculator.limit.num_steps_above > 0
     shortest = got[0].finished
     assert shortest is not None and shortest.speculation.num_draft_tokens == 0
 

@@ -27,8 +27,8 @@ from tests.support.runs import (
 )
 from verifier_svc.drafters.request import NO_DRAFT, Shape
 from verifier_svc.overlap import blocks as overlap_blocks
+from verifier_svc.overlap.launch_time import LaunchTime
 from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT
-from verifier_svc.scheduling.launch_time import LaunchTime
 from verifier_svc.speculation import controllers
 from verifier_svc.speculation.candidate_shapes import chain
 from verifier_svc.speculation.controller import Controller

@@ -41,7 +41,7 @@ from verifier_svc.overlap import blocks as overlap_blocks
 from verifier_svc.overlap import run as overlap_run
 from verifier_svc.overlap import times as overlap_times
 from verifier_svc.overlap import wait as overlap_wait
-from verifier_svc.scheduling.launch_time import LaunchTime
+from verifier_svc.overlap.launch_time import LaunchTime
 from verifier_svc.speculation import controllers
 from verifier_svc.speculation.candidate_shapes import chain
 from verifier_svc.speculation.lookups import Lookups
@@ -380,7 +380,7 @@ def test_steps_above_the_batch_limit_are_counted() -> None:
     assert [r.token_ids for r in runs.harness.run(requests)] == [r.token_ids for r in expected]
     # Nothing is launched after the step that makes the last token.
     assert runs.num_ordinary == 0
-    assert runs.harness.speculator.num_plain_batch_steps == runs.num_ahead == 20
+    assert runs.harness.speculator.limit.num_steps_above == runs.num_ahead == 20
 
 
 @pytest.mark.parametrize("enabled", [False, True])
@@ -394,7 +394,7 @@ def test_steps_below_the_batch_limit_are_not_counted(enabled: bool) -> None:
     assert [step.num_runs for step in runs.steps] == [1, 1] if enabled else [1]
     assert runs.num_ordinary == 0 and (enabled or runs.num_ahead > 25)
     # The step that was launched before the end was known has fewer rows.
-    assert runs.harness.speculator.num_plain_batch_steps == 10
+    assert runs.harness.speculator.limit.num_steps_above == 10
 
 
 @pytest.mark.parametrize("first_late", [2, 5])

@@ -81,7 +81,7 @@ class LateDraft(NamedTuple):
 
 
 class Attachment:
-    """Used by the engine thread alone.
+    """Send requests to one attached drafter, and read its trees. Only the engine thread uses it.
 
     Args:
         number: the drafter's, which its nodes name as their source.
@@ -121,12 +121,12 @@ class Attachment:
 
     @property
     def has_overlap_memory(self) -> bool:
-        """Whether the drafter can read the results of steps from device memory."""
+        """Return whether the drafter can read the results of steps from device memory."""
         return self.transport.overlap_memory is not None
 
     @property
     def is_awaited(self) -> bool:
-        """Whether ``collect`` will wait."""
+        """Return whether ``collect`` will wait."""
         return self._posted is not None and self._posted.is_awaited
 
     def can_afford_wait(self) -> bool:

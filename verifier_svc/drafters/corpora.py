@@ -78,7 +78,7 @@ class _Remote:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing that the drafter could have lost."""
+        """Return whether there is nothing that the drafter could have lost."""
         return not self._texts
 
     async def add(self, name: str, token_ids: Int32, *, append: bool) -> CorpusInfo:

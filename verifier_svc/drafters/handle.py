@@ -14,7 +14,7 @@ from verifier_svc.drafters.source_record import SourceRecord
 
 
 class DrafterHandle:
-    """Used by the engine thread alone; any thread may read its figures."""
+    """What outlives a drafter's attachments. Only the engine thread uses it; any may read figures."""
 
     def __init__(self, source: DraftSource, number: int, settings: AttachmentSettings) -> None:
         """``number``: the drafter's index + 1, which its nodes name as their source."""
@@ -94,12 +94,12 @@ class DrafterHandle:
 
     @property
     def is_attaching(self) -> bool:
-        """Whether the drafter has answered and is being attached."""
+        """Return whether the drafter has answered and is being attached."""
         return not self.is_detached and self.source.is_attaching
 
     @property
     def is_preparing(self) -> bool:
-        """Whether the drafter still prepares for usual requests while it is idle."""
+        """Return whether the drafter still prepares for usual requests while it is idle."""
         return not self.is_detached and self.source.is_preparing
 
     @property

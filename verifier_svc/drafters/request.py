@@ -112,7 +112,7 @@ class TreeBounds:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether trees have exactly this shape, even if a smaller tree or none would be faster."""
+        """Return whether trees have exactly this shape, even if a smaller tree or none would be faster."""
         return self.num_steps > 0
 
     @property
@@ -171,7 +171,7 @@ class DraftRow(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the sequence has given its batch slot back."""
+        """Return whether the sequence has given its batch slot back."""
         return (self.sequence.batch_slot, self.sequence.generation) != (self.batch_slot, self.generation)
 
 

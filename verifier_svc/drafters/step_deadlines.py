@@ -16,10 +16,10 @@ SMOOTHING, MOST_DISTURBED = 0.1, 3.0
 
 
 class StepDeadlines:
-    """The deadlines of one drafter's overlapped steps. Used by the engine thread alone.
+    """The deadlines of one drafter's overlapped steps. Only the engine thread uses it.
 
     A kind of draft is whatever makes its time: the trees' shape, the batch,
-    whether prompts are learnt before.
+    whether prompts are learned before.
     """
 
     def __init__(self, floor_s: float) -> None:

@@ -49,6 +49,7 @@ from typing import TYPE_CHECKING, Protocol
 from verifier_svc.drafters.step_deadlines import StepDeadlines
 from verifier_svc.lifecycle import Lifecycle
 from verifier_svc.overlap.blocks import OverlapBlocks
+from verifier_svc.overlap.step_walks import StepWalks
 from verifier_svc.overlap.times import OverlapTimes, StepFacts
 from verifier_svc.overlap.tree_request import Asked, TreeRequest
 from verifier_svc.overlap.wait import POLL_S, OverlapWait
@@ -62,14 +63,13 @@ from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 from verifier_svc.speculation.overlap_policy import OverlapObstacle
 from verifier_svc.speculation.overlap_requests import OverlapRequests
 from verifier_svc.speculation.speculator import Speculator
-from verifier_svc.speculation.step_walks import StepWalks
 
 if TYPE_CHECKING:
     from verifier_svc.overlap.step import OverlappedStep
 
 
-class Messages(Protocol):
-    """The engine's side of a run."""
+class RunningEngine(Protocol):
+    """What a run needs of the engine."""
 
     def handle_messages(self) -> None:
         """Handle messages, and end overdue sequences."""
@@ -111,10 +111,10 @@ class OverlappedRun:
         # Whether missing blocks left a launch without a batch row and without prompts to compute.
         self._lacks_blocks = False
 
-    def run(self, messages: Messages) -> OverlapObstacle | None:
+    def run(self, engine: RunningEngine) -> OverlapObstacle | None:
         """Run until something needs the host between two steps, or nothing is left to do.
 
-        Returns the reason if no step could be launched, else None.
+        Return NO_FREE_BLOCKS if missing blocks prevented the first step, else None.
         """
         step, drafting = self._step, self._drafting
         step.begin(drafting.captured_layers, max(step.number, drafting.number))
@@ -122,7 +122,7 @@ class OverlappedRun:
         self._times.begin()
         while True:
             if not is_ending:
-                is_ending = not (self._request_trees(messages) and self._plan(messages))
+                is_ending = not (self._request_trees(engine) and self._plan(engine))
             is_ending |= not self._bind()
             if self._has_work() and (not is_ending or self._trees.is_awaited):
                 asked = self._post()
@@ -144,7 +144,7 @@ class OverlappedRun:
 
     # 0. Request the next trees.
 
-    def _request_trees(self, messages: Messages) -> bool:
+    def _request_trees(self, engine: RunningEngine) -> bool:
         """Request the next trees, and let requests come. Return whether the run can go on.
 
         The trees follow the step in flight, so requests that come later change nothing of them. The
@@ -152,22 +152,22 @@ class OverlappedRun:
         """
         # A step without its masks is bound first: until then the host lets no requests come.
         if self._step.in_flight.is_bound and self._launched is not None:
-            if not self._plan(messages):
+            if not self._plan(engine):
                 return False
             if self._has_work():
                 self._post()
         self._let_requests_come()
         return True
 
-    def _plan(self, messages: Messages) -> bool:
+    def _plan(self, engine: RunningEngine) -> bool:
         """Handle messages, start waiting sequences, and choose the shape of the next trees.
 
         Return whether the run can go on.
         """
         with self._lifecycle.counters.phase("plan"):
-            messages.handle_messages()
+            engine.handle_messages()
             self._free_batch_rows()
-            if messages.is_stopping or not self._start_waiting():
+            if engine.is_stopping or not self._start_waiting():
                 return False
             return not self._has_work() or self._trees.choose(len(self._scheduler.running))
 
@@ -283,17 +283,17 @@ class OverlappedRun:
         )
         self._facts.append(
             StepFacts(
-                drafting.shape,
-                num_rows + num_found_rows,
-                num_found_rows,
-                len(taken),
-                num_prompt_rows,
-                has_joined,
-                self._times.are_telling and (drafting.drafter is None or self._requests.is_for_all),
-                asked.kind,
-                self._times.launched_at,
-                gap_s,
-                self._lookups.take_passed_over(),
+                shape=drafting.shape,
+                num_rows=num_rows + num_found_rows,
+                num_found_rows=num_found_rows,
+                num_batch_rows=len(taken),
+                num_prompt_rows=num_prompt_rows,
+                has_joined=has_joined,
+                is_timed=self._times.is_typical and (drafting.drafter is None or self._requests.is_for_all),
+                kind=asked.kind,
+                launched_at=self._times.launched_at,
+                gap_s=gap_s,
+                passed_over=self._lookups.take_passed_over(),
             )
         )
         return True
@@ -348,30 +348,6 @@ class OverlappedRun:
             batch_row = BatchRow(sequence, width, self._drafting.drafter_number, is_new=not sequence.is_decoding)
             self._step.batch_rows.join(self._step.batch_rows.free_row(), batch_row)
         self._joining = waiting
-
-    # 5. Bind late.
-
-    def _bind(self) -> bool:
-        """Send the masks of a step that was launched without them, once the step before was read.
-
-        They depend on that step's tokens, and on the drafted trees. Returns False if the step had
-        to go on without its trees.
-        """
-        step, phase = self._step, self._lifecycle.counters.phase
-        if step.in_flight.is_bound or len(step.in_flight) > 1:
-            return True
-        with phase("wait"):
-            since = self._times.begun_at(self._facts[0])
-            is_alive = self._wait.until(step.in_flight.has_trees, self._facts, since)
-        with phase("bind"):
-            step.bind(
-                {
-                    index: ENDED if batch_row.is_left else batch_row.sequence.sampler.tree_masks(tokens, parents)
-                    for index, (batch_row, tokens, parents) in step.in_flight.trees().items()
-                }
-            )
-        self._times.mark_bound()
-        return is_alive
 
     # 4. Wait and read.
 
@@ -436,6 +412,32 @@ class OverlappedRun:
         self._walks.learn(facts.shape)
         lifecycle.count_overlapped_step(self._times.learn(facts))
         self._speculator.limit.count(num_live)
+
+    # 5. Bind late.
+
+    def _bind(self) -> bool:
+        """Send the masks of a step that was launched without them, once the step before was read.
+
+        They depend on that step's tokens, and on the drafted trees. Returns False if the step had
+        to go on without its trees.
+        """
+        step, phase = self._step, self._lifecycle.counters.phase
+        if step.in_flight.is_bound or len(step.in_flight) > 1:
+            return True
+        with phase("wait"):
+            since = self._times.begun_at(self._facts[0])
+            is_alive = self._wait.until(step.in_flight.has_trees, self._facts, since)
+        with phase("bind"):
+            step.bind(
+                {
+                    index: ENDED if batch_row.is_left else batch_row.sequence.sampler.tree_masks(tokens, parents)
+                    for index, (batch_row, tokens, parents) in step.in_flight.trees().items()
+                }
+            )
+        self._times.mark_bound()
+        return is_alive
+
+    # At any time.
 
     def _free_batch_rows(self) -> None:
         """Free the batch rows of sequences that have ended, and forget those that wait for one."""

@@ -12,7 +12,7 @@ from verifier_svc.drafters.attachment import Attachment
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.step_deadlines import StepDeadlines
 from verifier_svc.lifecycle import Lifecycle
-from verifier_svc.overlap.run import Messages, OverlappedRun
+from verifier_svc.overlap.run import OverlappedRun, RunningEngine
 from verifier_svc.overlap.sizes import ShapeRows, rows_of_shapes
 from verifier_svc.scheduling.scheduler import Scheduler
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
@@ -53,7 +53,7 @@ class OverlapRuns:
         scheduler: Scheduler,
         speculator: Speculator,
         lifecycle: Lifecycle,
-        messages: Messages,
+        engine: RunningEngine,
     ) -> OverlapObstacle | None:
         """Run overlapped steps as long as possible.
 
@@ -64,7 +64,7 @@ class OverlapRuns:
         if isinstance(drafting, OverlapObstacle):
             return drafting
         step, deadlines = self._step_of(drafting)
-        return OverlappedRun(step, drafting, scheduler, speculator, lifecycle, deadlines).run(messages)
+        return OverlappedRun(step, drafting, scheduler, speculator, lifecycle, deadlines).run(engine)
 
     def prepare(self, speculator: Speculator) -> bool:
         """Capture one more graph of a usual size. Return whether there may be more to do.

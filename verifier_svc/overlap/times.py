@@ -7,14 +7,14 @@ from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 from verifier_svc.drafters.request import Shape
-from verifier_svc.scheduling.launch_time import LaunchTime
+from verifier_svc.overlap.launch_time import LaunchTime
 from verifier_svc.scheduling.prefill_budget import PrefillBudget
 from verifier_svc.scheduling.sequence import Sequence
 from verifier_svc.speculation.costs import DraftCosts
 from verifier_svc.speculation.lookups import PassedOver
 from verifier_svc.speculation.overlap_drafting import OverlapDrafting
 
-# Steps of a run whose times say nothing of later ones.
+# The first steps of a run; their times are not typical.
 _UNTIMED_STEPS = 2
 
 
@@ -67,8 +67,8 @@ class OverlapTimes:
         self._launching_from = 0.0
 
     @property
-    def are_telling(self) -> bool:
-        """Return whether the last launched step's time says something of later ones."""
+    def is_typical(self) -> bool:
+        """Return whether the last launched step takes as long as later ones."""
         return self.num_launched > _UNTIMED_STEPS
 
     def begin(self) -> None:

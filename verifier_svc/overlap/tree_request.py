@@ -83,7 +83,7 @@ class TreeRequest:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a drafter drafts for the next step, which is then launched in any case.
+        """Return whether a drafter drafts for the next step, which is then launched in any case.
 
         The run's last request, after that step, tells the drafter that the run ends. Its answer
         says that it reads the shared memory no more.

@@ -25,7 +25,7 @@ WINDOW = 9
 
 
 class PrefillBudget:
-    """The prompt tokens of each step. Used by the engine thread alone.
+    """The prompt tokens of each step. Only the engine thread uses it.
 
     Attributes:
         most_tokens: most prompt tokens of any step.

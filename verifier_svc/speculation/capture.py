@@ -10,16 +10,20 @@ from verifier_svc.speculation.routing import DrafterRouting
 
 
 class Capture:
-    """Used by the engine thread alone."""
+    """Choose the layers whose hidden states a step captures. Only the engine thread uses it.
+
+    Attributes:
+        layers: those of this step.
+    """
 
     def __init__(self, routing: DrafterRouting) -> None:
         self._routing = routing
-        # The layers that this step captures, and the drafters that want some.
         self.layers: tuple[int, ...] = ()
+        # The drafters that want some.
         self._capturing: list[DrafterHandle] = []
 
-    def begin_step(self, sequences: Seq[Sequence]) -> tuple[int, ...]:
-        """Return the layers that attached drafters want of this step.
+    def begin_step(self, sequences: Seq[Sequence]) -> None:
+        """Choose the layers that attached drafters want of this step.
 
         Hidden states of other layers are of no use any more. A drafter that attaches later takes
         part from the next step on.
@@ -30,7 +34,6 @@ class Capture:
             self.layers = wanted
             for sequence in sequences:
                 sequence.hidden_states.clear()
-        return wanted
 
     def is_wanted(self, sequence: Sequence) -> bool:
         """Return whether a drafter of this sequence wants hidden states."""

@@ -47,7 +47,7 @@ class Reason(StrEnum):
 
 
 class Controller:
-    """The controller of one drafter with a model. Used by the engine thread alone."""
+    """The controller of one drafter with a model. Only the engine thread uses it."""
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ class DrafterController:
 
 
 class DrafterControllers:
-    """Used by the engine thread alone.
+    """The controllers of all drafters with a model. Only the engine thread uses it.
 
     Args:
         verify_s: seconds of a target's pass by rows.

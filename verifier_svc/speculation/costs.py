@@ -20,7 +20,7 @@ from verifier_svc.speculation.plan import DraftPlan
 
 # Weight of a new observation. Machines are shared and contexts grow: follow, but not every jump.
 CURVE_SMOOTHING = 0.05
-# If no step has had about so many rows for FORGET_AFTER steps, what was learnt of their cost is
+# If no step has had about so many rows for FORGET_AFTER steps, what was learned of their cost is
 # forgotten, a share of it in each step. Probes and tries of look-ups come more often than that.
 FORGET_AFTER, FORGETTING = 512, 0.005
 # Weight of a new step in what steps take beside the pass and the waits.
@@ -85,7 +85,7 @@ class StepCosts:
     def skip(self) -> None:
         """Count a step that says nothing of the curve.
 
-        After FORGET_AFTER of them in a row, forget a share of what was learnt in each: what long
+        After FORGET_AFTER of them in a row, forget a share of what was learned in each: what long
         contexts taught would else hold for short ones for as long as drafts run.
         """
         self._num_steps += 1
@@ -121,7 +121,7 @@ class StepBase(NamedTuple):
 
 
 class DraftCosts:
-    """Costs of steps with drafts, measured while they run. Used by the engine thread alone.
+    """Costs of steps with drafts, measured while they run. Only the engine thread uses it.
 
     ``num_steps``: how often a step, or a run of overlapped steps, began.
     """

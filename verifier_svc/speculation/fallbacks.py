@@ -12,7 +12,7 @@ from verifier_svc.speculation.routing import DrafterRouting
 
 
 class Fallbacks:
-    """Used by the engine thread alone, before the tokens of the step are appended."""
+    """Name reasons. The engine thread asks, before the tokens of the step are appended."""
 
     def __init__(self, routing: DrafterRouting, trees: NextTrees, limit: BatchLimit) -> None:
         self._routing, self._trees, self._limit = routing, trees, limit

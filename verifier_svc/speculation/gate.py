@@ -73,7 +73,7 @@ class Gate:
 
     @property
     def is_scouting(self) -> bool:
-        """Whether the next ask is not worth waiting for."""
+        """Return whether the next ask is not worth waiting for."""
         return not self._in_earnest
 
     def num_tokens(self, most: int, relative_costs: Sequence[float]) -> int:

@@ -32,7 +32,7 @@ class _Tries:
 
 
 class LookupPace:
-    """The pace of one kind of steps, overlapped or ordinary. Used by the engine thread alone.
+    """The pace of one kind of steps, overlapped or ordinary. Only the engine thread uses it.
 
     Where look-ups pay, and in a small batch, each row is asked in each step. Elsewhere rows are
     asked ever more rarely, and steps wait for look-ups only to try them.

@@ -11,7 +11,7 @@ from verifier_svc.speculation.model_yield import ModelYield
 
 @dataclass(frozen=True, slots=True)
 class LookupRecord:
-    """Used by the engine thread alone.
+    """What a run leaves to the next. Only the engine thread uses it.
 
     Attributes:
         gaps: how late a step is launched that waits for look-ups.

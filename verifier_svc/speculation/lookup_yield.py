@@ -18,7 +18,7 @@ MEMORY = 0.9
 
 
 class LookupYield:
-    """Used by the engine thread alone. All figures are of a step's whole batch."""
+    """What look-ups of a whole batch find in a step. Only the engine thread uses it."""
 
     def __init__(self) -> None:
         # What ``observe`` was passed, summed over steps with look-ups.

@@ -40,14 +40,14 @@ class PassedOver(NamedTuple):
 
 
 class Lookups:
-    """A run's look-ups. Used by the engine thread alone.
+    """A run's look-ups. Only the engine thread uses it.
 
     A look-up needs the tokens of the step before, so the host launches a step with look-ups after
     it has read that one. Only rows whose look-ups were worth it lately make it wait. The others are
     scouted while a step runs, in turns (LookupPace).
 
     Args:
-        record: what earlier runs have learnt.
+        record: what earlier runs have learned.
         found: trees that were found before the run, by sequence.
         max_depth: most edges from the root of a tree.
         is_on: whether drafts are wanted in this run.

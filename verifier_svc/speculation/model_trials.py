@@ -13,7 +13,7 @@ TRIAL_EVERY, RAREST_TRIAL = 32, 256
 
 
 class ModelTrials:
-    """Used by the engine thread alone."""
+    """Choose the rows that try a model. Only the engine thread uses it."""
 
     def __init__(self) -> None:
         self._row: Sequence | None = None

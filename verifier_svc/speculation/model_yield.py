@@ -20,7 +20,7 @@ FIRST_ROWS = 32
 
 
 class ModelYield:
-    """Used by the engine thread alone."""
+    """Compare tokens with the expected ones. Only the engine thread uses it."""
 
     def __init__(self) -> None:
         # Sums over rows that were compared: tokens over those expected, and weights.

@@ -22,7 +22,7 @@ MOST_UNREAD = 3
 
 
 class OrdinaryLookups:
-    """Used by the engine thread alone.
+    """Decide when ordinary steps look up. Only the engine thread uses it.
 
     The host asks between two steps, and all rows wait meanwhile. So look-ups must save the batch
     what asking takes, as it is measured. Where they do not, rows only scout.

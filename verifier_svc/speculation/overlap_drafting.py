@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken.overlap_memory import OverlapMemory, StreamOrder
+from foretoken.overlap_memory import OverlapMemory
 from verifier_svc.drafters.attachment import Attachment
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import NO_DRAFT, Shape
@@ -58,10 +58,6 @@ class OverlapDrafting:
     def drafter_number(self) -> int:
         """Return the drafter's number, by which its tokens are marked; 0 without a drafter."""
         return self.drafter.number if self.drafter is not None else 0
-
-    @property
-    def order(self) -> StreamOrder:
-        return self.attachment.transport.order if self.attachment is not None else StreamOrder()
 
     @property
     def is_current(self) -> bool:

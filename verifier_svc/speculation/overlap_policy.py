@@ -42,7 +42,7 @@ class OverlapObstacle(Enum):
 
 
 class OverlapPolicy:
-    """Used by the engine thread alone, between two steps."""
+    """Decide whether the next steps overlap, and who drafts. Only the engine thread asks."""
 
     def __init__(
         self,

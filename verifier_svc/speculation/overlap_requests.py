@@ -269,7 +269,7 @@ class OverlapRequests:
         return True
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended. The drafter has learnt all of it in the run."""
+        """Forget a sequence that has ended. The drafter has learned all of it in the run."""
         self._is_for_all = None
         self._lengths.pop(sequence, None)
         if self._attachment is not None:

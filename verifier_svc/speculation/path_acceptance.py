@@ -60,7 +60,7 @@ _CHAINS = Shape(2, 1, 1)
 
 
 class PathAcceptance:
-    """Used by the engine thread alone."""
+    """Estimate the tokens of each shape. Only the engine thread uses it."""
 
     def __init__(self, max_depth: int) -> None:
         self._max_depth = max_depth

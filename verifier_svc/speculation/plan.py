@@ -31,7 +31,7 @@ class DraftPlan(NamedTuple):
 
     @property
     def is_probe(self) -> bool:
-        """Whether the drafts promise no gain: they show whether they would."""
+        """Return whether the drafts promise no gain: they show whether they would."""
         return self.rate <= 1.0
 
     @property

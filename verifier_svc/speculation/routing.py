@@ -37,7 +37,7 @@ class _Drafters(NamedTuple):
 
 
 class DrafterRouting:
-    """Used by the engine thread alone, but for ``drafters``, which any may read.
+    """Choose each request's drafters. Only the engine thread uses it; any may read ``drafters``.
 
     Args:
         new_handle: of a source, under a number.
@@ -75,7 +75,7 @@ class DrafterRouting:
 
     @property
     def is_as_attached(self) -> bool:
-        """Whether the same drafters are attached as when this step began."""
+        """Return whether the same drafters are attached as when this step began."""
         return self._attached.all == [drafter for drafter in self._drafters if drafter.is_attached]
 
     def begin_step(self, running: Seq[Sequence]) -> None:

@@ -69,7 +69,7 @@ def batch_bucket(batch: int) -> int:
 
 
 class ShapeCosts:
-    """Used by the engine thread alone."""
+    """Estimate steps by shape and batch. Only the engine thread uses it."""
 
     def __init__(self, verify_s: Callable[[int], float]) -> None:
         """``verify_s``: seconds of the target's pass by rows; infinite where it cannot run them."""

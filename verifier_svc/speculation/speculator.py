@@ -15,11 +15,10 @@ from collections.abc import Sequence as Seq
 from functools import partial
 
 from verifier_svc.drafters.attachment import AttachmentSettings
-from verifier_svc.drafters.counters import DrafterCounters
 from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import TreeBounds
 from verifier_svc.drafters.source import DraftSource
-from verifier_svc.scheduling.draft import Draft, merge
+from verifier_svc.scheduling.draft import merge
 from verifier_svc.scheduling.sequence import NO_BATCH_SLOT, Sequence
 from verifier_svc.speculation.batch_limit import BatchLimit
 from verifier_svc.speculation.capture import Capture
@@ -40,7 +39,7 @@ from verifier_svc.speculation.tree_outcomes import TreeOutcomes
 
 
 class Speculator:
-    """Chooses each row's tree. Used by the engine thread alone."""
+    """Chooses each row's tree. Only the engine thread uses it."""
 
     def __init__(
         self,
@@ -99,16 +98,6 @@ class Speculator:
         """
         return {drafter.name: drafter for drafter in self.drafters}[name]
 
-    @property
-    def counters(self) -> dict[str, DrafterCounters]:
-        """By drafter."""
-        return {drafter.name: drafter.counters for drafter in self.drafters}
-
-    @property
-    def num_plain_batch_steps(self) -> int:
-        """Steps above the batch limit of speculation."""
-        return self.limit.num_steps_above
-
     def add_source(self, source: DraftSource) -> None:
         """Add a drafter. Raises as DrafterRouting.add."""
         self._routing.add(source)
@@ -123,21 +112,17 @@ class Speculator:
         self.trees.drop(drafter.number)
         return drafter.source
 
-    def capture(self, sequences: Seq[Sequence]) -> tuple[int, ...]:
-        """Begin a step; return the layers whose hidden states the target captures.
+    def begin_step(self, sequences: Seq[Sequence]) -> None:
+        """Choose the drafters of a step, and the layers whose hidden states the target captures.
 
         Called once a step, before it.
         """
         self._routing.begin_step(sequences)
-        return self.hidden_states.begin_step(sequences)
+        self.hidden_states.begin_step(sequences)
 
     def wants_drafts(self, sequence: Sequence) -> bool:
         """Return whether this request asked for speculation at all."""
         return self._routing.is_wanted(sequence)
-
-    def draft_of(self, sequence: Sequence) -> Draft | None:
-        """Return the tree to verify in the next step; None means the root alone."""
-        return self.trees.of(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Forget a sequence that ends.
@@ -202,13 +187,13 @@ class Speculator:
 
     @property
     def waits_for_model(self) -> bool:
-        """Whether ``collect`` will wait for a drafter with a model."""
+        """Return whether ``collect`` will wait for a drafter with a model."""
         return any(attachment.is_awaited for _, attachment in self.model_round.attached())
 
     def collect(self) -> None:
         """Wait for the trees that were asked for and keep the sound ones.
 
-        ``draft_of`` returns them afterwards.
+        ``trees.of`` returns them afterwards.
         """
         found, self._found = self._found, {}
         for _, attachment in self.model_round.attached():

@@ -15,7 +15,7 @@ from verifier_svc.speculation.routing import DrafterRouting
 
 
 class TreeOutcomes:
-    """Used by the engine thread alone."""
+    """Learn from verified trees. Only the engine thread uses it."""
 
     def __init__(self, routing: DrafterRouting, lookup_round: LookupRound, model_round: ModelRound) -> None:
         self._routing, self._lookup_round, self._model_round = routing, lookup_round, model_round

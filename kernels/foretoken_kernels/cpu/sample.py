@@ -1,4 +1,4 @@
-"""Sample a token from one row of logits, bit for bit as foretoken/logits.py and noise.py define it.
+"""Sample a token from one row of logits, bit for bit as tests/references/logits.py and noise.py define it.
 
 Each row is sampled alone, by scalar arithmetic in a fixed order, so a token never depends on the
 batch. Where the definition uses float64, values are widened by np.float64: numba's float() leaves a
@@ -31,7 +31,7 @@ _ZERO = np.float32(0.0)
 
 
 # Returned instead of a token for a row that cannot be sampled; same value as in
-# foretoken/logits.py.
+# tests/references/logits.py.
 NO_SAMPLE = -2
 
 

@@ -192,7 +192,7 @@ def test_a_text_that_the_drafter_has_missed_tokens_of(play: Play) -> None:
     assert_same(play.finale(), expected_finale)
 
 
-def test_a_text_that_waits_for_its_entries_is_learnt(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_waits_for_its_entries_is_learned(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head lacks hidden states, or a draft model is behind: both catch up after the run."""
     texts = [Text(11, (1, 3, 1), 61, hidden=0), Text(5, (2, 1, 3), 62)]
     passes = play.drafter._passes
@@ -277,7 +277,7 @@ def test_runs_follow_each_other(play: Play) -> None:
 def test_runs_of_one_step_each(play: Play) -> None:
     """Runs of one step are the verifier's ordinary steps; the host sends one now and then.
 
-    A text that ends is learnt to its end.
+    A text that ends is learned to its end.
     """
     texts = [Text(5, (1, 3, 3, 2, 1), 93), Text(7, (2, 2, 1, 3, 1), 94, left=(99, 99, 99, 0))]
     expected, expected_finale = sent(play, texts, 1)

@@ -13,13 +13,13 @@ from drafter_svc.model.standalone import StandaloneDrafter
 from foretoken.drafting import DrafterNeeds, TargetInfo
 from foretoken.errors import CheckpointError, PreconditionError
 from foretoken.kv_cache import KVCache
-from foretoken.logits import sample_reference
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.config import load_config
 from foretoken.models.decoder_weights import load_decoder_weights
 from foretoken.models.llama import HostLlama
 from foretoken.models.weights import Checkpoint
 from foretoken.sampling import SamplingParams
+from tests.references.logits import sample_reference
 from tests.support.paged_draft import Row, request_of, target_info
 from tests.support.tiny_checkpoint import save_llama, save_tokenizer
 

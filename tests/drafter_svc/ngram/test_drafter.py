@@ -156,7 +156,7 @@ def test_a_batch_slot_that_changes_its_salt_forgets() -> None:
     feed = Feed(make_drafter())
     feed(0, [1, 2, 3, 4], salt=7)
     assert feed(0, [1, 2], salt=8) == ([2], ROOT)
-    # Nor was (3, 4) -> 1 learnt.
+    # Nor was (3, 4) -> 1 learned.
     assert feed(1, [3, 4], salt=7) == ([4], ROOT)
 
 
@@ -172,7 +172,7 @@ def test_release_forgets_the_own_text() -> None:
     feed = Feed(make_drafter())
     feed(0, [1, 2, 3, 4])
     feed.drafter.release([0, 99, -1])
-    # A release of another batch slot's text would show here too: 4 -> 1 is not learnt.
+    # A release of another batch slot's text would show here too: 4 -> 1 is not learned.
     feed(0, [1])
     assert feed(1, [3, 4]) == ([4], ROOT)
 
@@ -190,7 +190,7 @@ def test_attached_in_the_middle_of_a_sequence() -> None:
     assert feed(0, [1, 2, 3, 1, 2], missed=50)[0][:2] == [2, 3]
 
 
-def test_tokens_outside_of_the_vocabulary_are_not_learnt() -> None:
+def test_tokens_outside_of_the_vocabulary_are_not_learned() -> None:
     feed = Feed(make_drafter())
     assert feed(0, [1, 2, VOCAB_SIZE, 3, 1, 2]) == ([2], ROOT)
     assert feed(0, [-7]) == ([-7], ROOT)
@@ -343,7 +343,7 @@ def test_trees_equal_those_of_the_reference(config: NgramSettings, seed: int, co
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.lists(st.integers(1, 8), max_size=40), st.data())
 @settings(max_examples=100)
-def test_tokens_in_pieces_are_learnt_as_in_one(tokens: list[int], pieces: list[int], data: st.DataObject) -> None:
+def test_tokens_in_pieces_are_learned_as_in_one(tokens: list[int], pieces: list[int], data: st.DataObject) -> None:
     whole, parts = Feed(make_drafter()), Feed(make_drafter())
     tree = whole(0, tokens)
     left = tokens

@@ -93,7 +93,7 @@ def test_a_prediction_belongs_to_its_row_alone() -> None:
     assert feed.drafter.gauges()["ngram_nodes"] == 1 + 3 + 5
 
 
-def test_a_prediction_is_learnt_by_others_once_it_is_output() -> None:
+def test_a_prediction_is_learned_by_others_once_it_is_output() -> None:
     feed = start(output=[10, 11, 12, 13])
     assert feed(1, [10, 11], prompt_lengths=2)[0][:3] == [11, 12, 13]
 

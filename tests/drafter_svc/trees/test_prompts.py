@@ -78,7 +78,7 @@ def test_a_block_that_changes_its_owner_is_written_in_a_later_pass() -> None:
     assert [positions for _, positions in spans(found)] == [[1, 2, 3, 4, 5]] * 2
 
 
-def test_a_row_without_hidden_states_is_only_learnt() -> None:
+def test_a_row_without_hidden_states_is_only_learned() -> None:
     rows = DraftRows(target_info(), first_position=1)
     assert learn(rows, [prompt(6, 0, [3, 4])], [0]).passes == []
     sequence = rows.find(0, 1, 0)

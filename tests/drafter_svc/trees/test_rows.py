@@ -28,8 +28,8 @@ def test_a_block_that_another_has_claimed_is_not_keyed_for_its_old_owner() -> No
     assert rows.advance(old, tokens[BLOCK + 1 : 2 * BLOCK], is_written=True)
     heir = Row(tokens[: 2 * BLOCK + 1], 2 * BLOCK + 1, [5, 6, 8], batch_slot=2)
     (sent,) = sent_rows(request_of([heir], with_hidden=False))
-    learnt = rows.learn(sent)
-    assert learnt is not None and learnt.valid_end == BLOCK
+    learned = rows.learn(sent)
+    assert learned is not None and learned.valid_end == BLOCK
 
 
 def test_a_sequence_is_dropped_and_its_batch_slots_successor_stays() -> None:

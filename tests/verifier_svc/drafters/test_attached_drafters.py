@@ -160,7 +160,7 @@ def test_attached_again_it_has_its_number_and_its_counts(temperature: float) -> 
     one = request(temperature, "two")
     expected = plain(one)
     run = harness(one=script(one, expected, 1), two=script(one, expected))
-    counters = run.speculator.counters["two"]
+    counters = run.speculator.drafter("two").counters
     seen: list[tuple[int, int]] = []
 
     def away() -> None:

@@ -201,7 +201,7 @@ def assert_survives(lie: Lie, transport: str, expected: list[Result], folder: Pa
     bent = Bent(scripted(expected), lie, 0)
     with source_of(bent, transport, folder) as source:
         run = harness(source, timeout_s=600.0)
-        counters = run.speculator.counters["liar"]
+        counters = run.speculator.drafter("liar").counters
         began_to_lie = False
 
         def next_reply(_: Harness) -> None:
@@ -238,7 +238,10 @@ def test_padding_ids_are_legal_and_never_accepted(expected: list[Result], tmp_pa
         got = run.run(REQUESTS)
         run.drain()
         assert [result.token_ids for result in got] == [result.token_ids for result in plain]
-        assert run.speculator.counters["liar"].num_draft_tokens > run.speculator.counters["liar"].num_accepted_tokens
+        assert (
+            run.speculator.drafter("liar").counters.num_draft_tokens
+            > run.speculator.drafter("liar").counters.num_accepted_tokens
+        )
 
 
 def test_only_scores_could_be_no_numbers() -> None:
@@ -347,7 +350,7 @@ def test_a_slow_drafter_is_hardly_waited_for_and_used_again_once_it_is_fast(shar
     worth_s = len(late) * (TARGET.max_nodes - 1) * STEP_S * 1.01
     assert late and sum(late) < affordable_s + worth_s
     source.delay_s = 0.0
-    counters = run.speculator.counters["slow"]
+    counters = run.speculator.drafter("slow").counters
     accepted = counters.num_accepted_tokens
     while counters.num_accepted_tokens < accepted + 100:
         run.run([long], every_step=tick_fast(clock))

@@ -127,7 +127,7 @@ async def test_attached_used_detached_and_attached_again(verifier: Verifier, tmp
         state = await verifier.attach("late", address, transport)
         assert (state.name, state.transport) == ("late", transport) and state.state in ("connecting", "attached")
         await verifier.until("late", "attached")
-        # The drafter drafts from what it has learnt by then: the same text twice.
+        # The drafter drafts from what it has learned by then: the same text twice.
         outputs = [await verifier.generate("late", prediction_token_ids=plain) for _ in range(2)]
         assert [ids for ids, _ in outputs] == [plain, plain]
         assert sum(outputs[0][1]) > 20 and set(outputs[1][1]) == {0, 1}

@@ -137,7 +137,7 @@ def test_a_late_draft_is_none_and_the_next_one_comes(client: DrafterClient, proc
     transport.post(request)
     batch = transport.receive(LONG_S)
     assert batch is not None and batch.step_id == 2
-    # The late request was learnt from.
+    # The late request was learned from.
     assert batch.tree(0).tokens.tolist()[1] == 5 + 2 * 6
     assert (client.num_rejected, client.num_attaches) == (1, 1)
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretoken.errors import InvalidRequestError
-from foretoken.logits import sample_reference
 from foretoken.sampling import SamplingParams
 from foretoken.tree import DraftTree
+from tests.references.logits import sample_reference
 from tests.support.grammars import EOS, PROMPT, VOCAB, ids_of, regex, text_of
 from verifier_svc.sampling.grammar import Vocabulary, bits_of, compile_grammar
 from verifier_svc.sampling.verify import SamplingState, sample_and_walk

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken.logits import sample_reference
 from foretoken.results import FinishReason
 from foretoken.sampling import SamplingParams
 from foretoken.tree import DraftTree
+from tests.references.logits import sample_reference
 from tests.support.given_masks import give
 from tests.support.grammars import END, EOS, PROMPT, RECORD, VOCAB, Record, regex, schema, text_of
 from verifier_svc.sampling.allowed_tokens import ENDED

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax
 
 from foretoken.errors import InvalidRequestError, ModelOutputError
-from foretoken.logits import sample_reference
 from foretoken.results import FinishReason, TokenLogprobs
 from foretoken.sampling import SamplingParams
 from foretoken.tree import DraftTree
+from tests.references.logits import sample_reference
 from verifier_svc.sampling.verify import SamplingState, WalkResult, sample_and_walk, token_logprobs, warm_up
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100)

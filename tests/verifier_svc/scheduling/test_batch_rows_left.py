@@ -65,7 +65,7 @@ def test_blocks_of_one_that_ended_are_given_to_others_of_the_run(drafts: bool, m
 def test_a_drafter_must_forget_after_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """It forgets before the batch slot's next owner is sent.
 
-    It learnt everything within the run, so no row is empty.
+    It learned everything within the run, so no row is empty.
     """
     requests = [greedy(1, 6, 8), greedy(2, 6, 40), greedy(3, 6, 20), greedy(4, 6, 20)]
     expected = plain(requests)

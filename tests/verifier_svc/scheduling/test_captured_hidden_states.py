@@ -121,7 +121,7 @@ def test_each_token_is_sent_with_the_hidden_states_of_the_position_before_it(
     assert sent == sorted(prompt + result.token_ids for prompt, result in zip(prompts, results, strict=True))
     for key, tokens in drafter.tokens.items():
         assert drafter.known[key] == list(range(1, len(tokens))), "a token without hidden states, or out of order"
-    assert run.speculator.counters["head"].num_accepted_tokens > 0
+    assert run.speculator.drafter("head").counters.num_accepted_tokens > 0
 
 
 def test_rows_that_draft_without_the_head_capture_nothing() -> None:
@@ -257,7 +257,7 @@ def test_a_model_that_writes_a_prompts_entries_is_not_waited_for(monkeypatch: py
     prompt = [n % 10 for n in range(CATCH_UP_TOKENS + 12)]
     run.run([ask(prompt)])
     sent = [(len(request.new_tokens), int(request.max_nodes[0])) for request in requests]
-    assert sent[0] == (len(prompt) + 1, 1), "the prompt and the first token, to be learnt"
+    assert sent[0] == (len(prompt) + 1, 1), "the prompt and the first token, to be learned"
     assert sent[1][0] == 6 and sent[1][1] > 1, "the five steps that nobody waited in, and the next one"
 
 

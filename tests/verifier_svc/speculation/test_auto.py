@@ -63,7 +63,7 @@ def test_a_row_takes_the_quick_draft_where_there_is_one_and_the_models_elsewhere
     assert result.token_ids == plain
     within, outside = result.sources[KNOWN.start + 5 : KNOWN.stop], result.sources[: KNOWN.start]
     assert within.count(QUICK) > len(within) // 2 and QUICK not in outside
-    assert harness.speculator.counters["model"].num_drafts > 0, "nobody else knew the beginning"
+    assert harness.speculator.drafter("model").counters.num_drafts > 0, "nobody else knew the beginning"
     # The model is sent all tokens with their hidden states, also where it did not draft.
     (key,) = model.tokens
     assert model.tokens[key] == PROMPT + plain and model.known[key] == list(range(1, len(PROMPT) + NUM_TOKENS))

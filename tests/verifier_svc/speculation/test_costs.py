@@ -217,11 +217,11 @@ def test_what_long_contexts_taught_is_forgotten_while_drafts_run() -> None:
     costs = StepCosts(measured)
     for _ in range(400):
         costs.observe(8, 20.0)
-    learnt = {rows: costs.estimate(rows) for rows in measured}
-    assert learnt[32] > 60.0
+    learned = {rows: costs.estimate(rows) for rows in measured}
+    assert learned[32] > 60.0
     for _ in range(400):
         costs.skip()
-    assert {rows: costs.estimate(rows) for rows in measured} == learnt
+    assert {rows: costs.estimate(rows) for rows in measured} == learned
     for _ in range(1500):
         costs.skip()
     assert [costs.estimate(rows) for rows in measured] == pytest.approx(list(measured.values()), rel=0.05)
@@ -256,7 +256,7 @@ def test_counts_that_no_step_has_do_not_drift() -> None:
         assert costs.estimate(rows) == pytest.approx(_costs_of(rows), rel=0.15), rows
 
 
-def test_counts_that_are_tried_rarely_are_learnt() -> None:
+def test_counts_that_are_tried_rarely_are_learned() -> None:
     costs = _after(lambda step: 16 if step % 256 == 0 else 4, 30_000)
     assert costs.estimate(16) == pytest.approx(_costs_of(16), rel=0.1)
 

@@ -49,7 +49,7 @@ def test_useless_lookups_are_tried_now_and_then_only(monkeypatch: pytest.MonkeyP
 
 
 def test_a_large_batch_asks_rarely_while_look_ups_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host would take longer for its rows than the step takes. Texts are learnt all the same."""
+    """The host would take longer for its rows than the step takes. Texts are learned all the same."""
     monkeypatch.setattr(GapTimes, "seconds", lambda self, batch: 1e9)
     requests = [greedy(seed, 6, 150) for seed in range(1, 9)]
     play = Play(requests, range(NUM_TOKENS), with_model=False, num_steps=0)
@@ -59,7 +59,7 @@ def test_a_large_batch_asks_rarely_while_look_ups_do_not_pay(monkeypatch: pytest
     assert len(play.lookup.asked) < 8 * play.runs.num_ahead / 6
     # Without what may be sent later, in one piece.
     least = [[*r.prompt, *e.token_ids[: -SEND_BEHIND - NODES]] for r, e in zip(requests, play.expected, strict=True)]
-    assert all(any(text[: len(known)] == known for text in play.lookup.learnt) for known in least)
+    assert all(any(text[: len(known)] == known for text in play.lookup.learned) for known in least)
 
 
 def test_rows_of_a_large_batch_scout_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_a_try_that_finds_nothing_does_not_pay(monkeypatch: pytest.MonkeyPatch) 
     assert have_paid and not any(have_paid)
 
 
-def test_the_gap_is_learnt_from_late_launches() -> None:
+def test_the_gap_is_learned_from_late_launches() -> None:
     gaps = GapTimes()
     gaps.observe(8, FIRST_GAP_S / 2)
     assert FIRST_GAP_S / 2 < gaps.seconds(8) < FIRST_GAP_S

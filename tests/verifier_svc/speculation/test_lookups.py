@@ -98,7 +98,7 @@ def test_the_counters_are_those_of_the_drafter_that_found_the_tree() -> None:
     assert play.oracle is not None and not play.oracle.failures and not play.source.failures
     for index in (0, 2):
         whole = [*requests[index].prompt, *play.expected[index].token_ids]
-        assert whole in play.lookup.learnt
+        assert whole in play.lookup.learned
 
 
 @pytest.mark.parametrize("num_steps", [0, 3])
@@ -194,7 +194,7 @@ def test_a_tree_that_is_not_worth_its_rows_is_judged_by_the_text(monkeypatch: py
     assert (len(play.lookup.asked) > NUM_TOKENS / 3) is not errs
 
 
-def test_what_the_model_yields_beside_look_ups_is_learnt_from_a_few_rows() -> None:
+def test_what_the_model_yields_beside_look_ups_is_learned_from_a_few_rows() -> None:
     model = ModelYield()
     assert model.tokens(2.0, 8) == 2.0
     compared = [model.is_compared() for _ in range(20_000)]
@@ -213,9 +213,9 @@ def test_what_the_model_yields_beside_look_ups_is_learnt_from_a_few_rows() -> No
 
 
 @pytest.mark.parametrize("with_model", [False, True])
-def test_many_prompts_at_once_are_learnt_in_pieces(monkeypatch: pytest.MonkeyPatch, with_model: bool) -> None:
+def test_many_prompts_at_once_are_learned_in_pieces(monkeypatch: pytest.MonkeyPatch, with_model: bool) -> None:
     """A look-up drafter may learn on the engine's thread: no step
-    may wait until it has learnt all prompts.
+    may wait until it has learned all prompts.
     """
     most = 2 * BLOCK + 1
     monkeypatch.setattr(sent_tokens, "MOST_LEARNT", most)
@@ -225,7 +225,7 @@ def test_many_prompts_at_once_are_learnt_in_pieces(monkeypatch: pytest.MonkeyPat
     # The last tokens of ended sequences come on top.
     assert most <= max(play.lookup.num_new) < 2 * most
     for one, expected in zip(requests, play.expected, strict=True):
-        assert [*one.prompt, *expected.token_ids] in play.lookup.learnt
+        assert [*one.prompt, *expected.token_ids] in play.lookup.learned
 
 
 @pytest.mark.parametrize("what", ["dies", "returns", "is detached", "abort"])
@@ -262,7 +262,7 @@ def test_a_lookup_drafter_goes_within_a_run(what: str, with_model: bool) -> None
     if what == "returns":
         # It was sent all of both texts again.
         for asked, expected in zip(requests, play.expected, strict=True):
-            assert [*asked.prompt, *expected.token_ids] in play.lookup.learnt
+            assert [*asked.prompt, *expected.token_ids] in play.lookup.learned
 
 
 def test_trees_of_the_last_ordinary_step_are_verified_by_the_first_overlapped_one(

@@ -57,7 +57,7 @@ def test_what_is_not_worth_verifying_is_judged_by_the_text(monkeypatch: pytest.M
     for errs in (True, False):
         drafter = Knowing(plain, errs=errs)
         harness, token_ids = run({"knowing": drafter})
-        assert token_ids == plain and harness.speculator.counters["knowing"].num_drafts == 0
+        assert token_ids == plain and harness.speculator.drafter("knowing").counters.num_drafts == 0
         acceptance.append(harness.speculator.drafter("knowing").record.acceptance.value)
         num_asked.append(drafter.num_asked)
     assert acceptance[0] < PRIOR_ACCEPTANCE < acceptance[1]

@@ -73,7 +73,7 @@ class Batch:
 
     @property
     def num_awaited(self) -> int:
-        return self.harness.speculator.counters["quick"].num_awaited
+        return self.harness.speculator.drafter("quick").counters.num_awaited
 
     def step(self) -> None:
         before = len(self.drafter.places)
@@ -100,9 +100,9 @@ def test_a_large_batch_that_finds_nothing_is_asked_ever_more_rarely() -> None:
     assert batch.num_awaited == 0
     # Texts are sent as they grow, those together that are about as far behind.
     assert max(batch.drafter.num_new) <= RARELY_FROM * (SEND_BEHIND + 1)
-    learnt = batch.drafter.learnt
+    learned = batch.drafter.learned
     assert all(
-        any(text[:-SEND_BEHIND] == known[: len(text) - SEND_BEHIND] for known in learnt)
+        any(text[:-SEND_BEHIND] == known[: len(text) - SEND_BEHIND] for known in learned)
         for text in ([*prompt, *output] for prompt, output in batch.texts)
     )
     assert len(batch.drafter.num_new) < NUM_TOKENS / 8 + len(batch.asking)

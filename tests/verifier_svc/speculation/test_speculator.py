@@ -118,7 +118,7 @@ def test_a_row_says_what_it_is_and_how_it_is_sampled() -> None:
 def test_a_find_is_asked_for_in_earnest_in_the_next_step() -> None:
     drafter = Notebook(first_find=7)
     harness = run(drafter)
-    counters = harness.speculator.counters["notebook"]
+    counters = harness.speculator.drafter("notebook").counters
     assert counters.num_drafts >= 1
     lengths = [int(request.lengths[0]) for request in drafter.requests]
     # Scouted with pauses; the seventh request's find is seen a step later, and requested then.
@@ -189,7 +189,7 @@ def test_a_prompt_is_sent_ahead_if_its_first_ask_is_waited_for(*, has_prediction
 def test_waits_are_counted_for_the_drafter_that_was_waited_for() -> None:
     drafter = Notebook(first_find=1)
     harness = run(drafter)
-    counters = harness.speculator.counters["notebook"]
+    counters = harness.speculator.drafter("notebook").counters
     asked = [request for request in drafter.requests if request.max_nodes.max() > 1]
     # A sequence's final update and scouting requests are sent, but nobody waits for them.
     assert 0 < counters.num_awaited <= len(asked)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verifier_svc.scheduling.launch_time import LaunchTime
+from verifier_svc.overlap.launch_time import LaunchTime
 
 
 def seen(steps: list[float], launches: list[float]) -> LaunchTime:

@@ -14,7 +14,7 @@ _NUM_STEPS = 8
 
 
 class LaunchTime:
-    """Used by the engine thread alone."""
+    """Learn how long launches and steps take. Only the engine thread uses it."""
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=_NUM_STEPS)
