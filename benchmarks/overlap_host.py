@@ -143,7 +143,7 @@ class FreeStep:
         batch_rows, drafts = self._in_flight.popleft()
         taken = [(index, batch_row) for index, batch_row in enumerate(batch_rows) if batch_row is not None]
         results = self._results[self.number % len(self._results)]
-        walks = walk_results(results, [(index, batch_row.number) for index, batch_row in taken])
+        walks = walk_results(results, [(index, batch_row.drafter_number) for index, batch_row in taken])
         num_nodes = results["num_nodes"].tolist()
         return [
             BatchRowResult(batch_row, walk, num_nodes[index], drafts.get(index))

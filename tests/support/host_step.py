@@ -269,7 +269,7 @@ class HostStep:  # large: the interface of OverlappedStep, and what tests read
             part.draft = found
         elif tree is not None and tree.num_nodes > 1:
             number = tree.num_nodes
-            part.draft = Draft(tree, [0] + [batch_row.number] * (number - 1), [0.0] * number, [0.0] * number)
+            part.draft = Draft(tree, [0] + [batch_row.drafter_number] * (number - 1), [0.0] * number, [0.0] * number)
         most = sequence.num_computed + part.num_rows
         assert most <= len(known) * self._block_size, "a step without blocks"
         return part

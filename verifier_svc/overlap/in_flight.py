@@ -117,7 +117,7 @@ class StepsInFlight:
         found = step.stage.walk.found.take()
         taken = [(index, row) for index, row in enumerate(step.batch_rows) if row is not None]
         drafts = step.found
-        sources = [(index, drafts[index].sources if index in drafts else row.number) for index, row in taken]
+        sources = [(index, drafts[index].sources if index in drafts else row.drafter_number) for index, row in taken]
         walks = walk_results(found, sources)
         if step.logprobs is not None:
             places = {index: place for place, (index, _) in enumerate(taken)}

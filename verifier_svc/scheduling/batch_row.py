@@ -23,17 +23,17 @@ class BatchRow:
         sequence: its last token is the root of its next tree.
         width: rows of its next step: most nodes of the drafter's tree, including the root. A tree
             from the host may take more.
-        number: the drafter's number, which marks drafted tokens in ``WalkResult.sources``.
+        drafter_number: marks drafted tokens in ``WalkResult.sources``.
         is_new: whether no result has been read: the first token ends the prefill.
         has_stepped: whether a step of this sequence has been read. Its first step has only a root.
         enough_until: tokens of the sequence up to which its blocks suffice for one more step.
         is_masked: whether a grammar or token masks say which tokens may follow.
     """
 
-    __slots__ = ("enough_until", "has_stepped", "is_masked", "is_new", "number", "sequence", "width")
+    __slots__ = ("drafter_number", "enough_until", "has_stepped", "is_masked", "is_new", "sequence", "width")
 
-    def __init__(self, sequence: Sequence, width: int, number: int, *, is_new: bool) -> None:
-        self.sequence, self.width, self.number, self.is_new = sequence, width, number, is_new
+    def __init__(self, sequence: Sequence, width: int, drafter_number: int, *, is_new: bool) -> None:
+        self.sequence, self.width, self.drafter_number, self.is_new = sequence, width, drafter_number, is_new
         self.enough_until = 0
         self.has_stepped = False
         self.is_masked = has_token_masks(sequence.sampling)

@@ -192,28 +192,26 @@ class Lookups:
         self._plans = []
         found = self._round.run(plans, max_depth=self._max_depth)
         trees = {plan.sequence: merge(found[plan.key]).best(1 + plan.most) for plan in plans if plan.key in found}
+        taken = {index: batch_row for index, batch_row in enumerate(batch_rows) if batch_row is not None}
         drafts: dict[int, Draft] = {}
-        for index, batch_row in enumerate(batch_rows):
-            if batch_row is None:
-                continue
+        for index, batch_row in taken.items():
             draft = trees.get(batch_row.sequence) or self._waiting.pop(batch_row.sequence, None)
             if draft is not None:
                 draft = draft.to_depth(self._max_depth).best(batch_row.sequence.max_new_tokens)
                 if draft.tree.num_nodes > 1:
                     drafts[index] = draft
-        chosen = self._chosen(drafts, batch_rows, is_drafted=is_drafted) if drafts else {}
+        chosen = self._chosen(drafts, taken, is_drafted=is_drafted) if drafts else {}
         if were_planned:
-            self._observe_yield([(batch_rows[index], draft) for index, draft in chosen.items()], trees)
+            self._observe_yield([(taken[index], draft) for index, draft in chosen.items()], trees)
         return chosen
 
-    def _observe_yield(self, chosen: Items[tuple[BatchRow | None, Draft]], trees: Container[Sequence]) -> None:
+    def _observe_yield(self, chosen: Items[tuple[BatchRow, Draft]], trees: Container[Sequence]) -> None:
         """Learn what the look-ups that the step has waited for add to it.
 
         ``chosen``: the step's trees; ``trees``: the sequences for which these look-ups found one.
         """
         num_tokens, num_added_rows = 0.0, 0
         for batch_row, draft in chosen:
-            assert batch_row is not None
             if batch_row.sequence in trees:
                 num_tokens += max(sum(draft.chances) - self._model_tokens(batch_row.sequence), 0.0)
                 num_added_rows += batch_row.num_added_rows(draft, self._drafting.shape.budget)
@@ -233,15 +231,14 @@ class Lookups:
                 self._round.gate(sequence).pass_steps(num_steps)
 
     def _chosen(
-        self, drafts: dict[int, Draft], batch_rows: Items[BatchRow | None], *, is_drafted: bool
+        self, drafts: dict[int, Draft], batch_rows: Mapping[int, BatchRow], *, is_drafted: bool
     ) -> dict[int, Draft]:
         """Return the drafts that promise more than the model's.
 
-        They have only the nodes that are worth their rows.
+        They have only the nodes that are worth their rows. ``batch_rows``: all that are taken.
         """
         drafting = self._drafting
-        taken = [(index, batch_row) for index, batch_row in enumerate(batch_rows) if batch_row is not None]
-        tokens = {index: drafting.expected_tokens(batch_row.sequence) for index, batch_row in taken}
+        tokens = {index: drafting.expected_tokens(batch_row.sequence) for index, batch_row in batch_rows.items()}
         if is_drafted:
             drafts = {
                 index: draft for index, draft in drafts.items() if not self._passes_over(draft, batch_rows[index])
@@ -249,36 +246,33 @@ class Lookups:
         # Nodes that each draft has in any case: those that the step has rows
         # for, and all of a fixed shape.
         free, budget = [], drafting.shape.budget
-        num_rows = sum(batch_row.num_rows(budget) for _, batch_row in taken)
+        num_rows = sum(batch_row.num_rows(budget) for batch_row in batch_rows.values())
         for index, draft in drafts.items():
             batch_row = batch_rows[index]
-            assert batch_row is not None
             is_fixed = self._round.bounds(batch_row.sequence).is_fixed
             free.append(max(batch_row.width, draft.tree.num_nodes) if is_fixed else batch_row.width)
             num_rows += free[-1] - batch_row.num_rows(budget)
             tokens[index] = sum(sorted(draft.chances, reverse=True)[: free[-1]])
         if not drafts or all(count >= draft.tree.num_nodes for count, draft in zip(free, drafts.values(), strict=True)):
             return drafts
-        base = StepBase(num_rows, sum(tokens.values()), drafting.draft_s(len(taken)) or self._gap_s(len(taken)))
+        beside_s = drafting.draft_s(len(batch_rows)) or self._gap_s(len(batch_rows))
+        base = StepBase(num_rows, sum(tokens.values()), beside_s)
         counts = self._costs.best_counts(list(drafts.values()), base, free)
         best: dict[int, Draft] = {}
         for (index, draft), count in zip(drafts.items(), counts, strict=True):
             if count > 1:
                 best[index] = draft.best(count)
                 continue
-            batch_row = batch_rows[index]
-            assert batch_row is not None
-            self._passed_over[batch_row.sequence] = PassedOver(draft, None)
+            self._passed_over[batch_rows[index].sequence] = PassedOver(draft, None)
         return best
 
-    def _passes_over(self, draft: Draft, batch_row: BatchRow | None) -> bool:
+    def _passes_over(self, draft: Draft, batch_row: BatchRow) -> bool:
         """Decide whether a sequence verifies the model's tree although a look-up has found one.
 
         Note it if so.
 
         It does where the model is known to do better on such text, or to learn whether it does.
         """
-        assert batch_row is not None
         sequence, expected = batch_row.sequence, self._drafting.expected_tokens(batch_row.sequence)
         promised = sum(draft.chances)
         # There is no other tree in the first step, and the model yields
