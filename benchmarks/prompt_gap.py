@@ -19,7 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from foretoken.sampling import SamplingParams, SpeculationOptions
-from verifier_svc import server
+from verifier_svc import assembly
 from verifier_svc.config import VerifierSettings
 from verifier_svc.messages import FinishedEvent, SequenceKey, Submit, TokensEvent
 from verifier_svc.outbox import Outbox
@@ -31,7 +31,7 @@ class EngineClient:
     """Sends requests to one engine, and notes when their tokens come."""
 
     def __init__(self, settings: VerifierSettings) -> None:
-        self._verifier = server.build(settings)
+        self._verifier = assembly.build(settings)
         self._engine = self._verifier.engine
         self._outbox = Outbox(self._take)
         self._session = self._engine.open_session(self._outbox)

@@ -131,9 +131,10 @@ class EngineGenerator:
     """The verifier's engine, stepped by this thread. A token's time is the end of its step."""
 
     def __init__(self, model: Path, threads: int) -> None:
+        from verifier_svc.assembly import build
         from verifier_svc.config import VerifierSettings
         from verifier_svc.outbox import Outbox
-        from verifier_svc.server import build, spare_collections
+        from verifier_svc.server import spare_collections
 
         settings = VerifierSettings(model=model, served_model_names=("engine",), address="unix:/none", threads=threads)
         self._engine = build(settings, progress=_no_progress).engine

@@ -421,7 +421,7 @@ def _say_all(lines: Iterable[str]) -> None:
 
 
 def _print_plan(settings: VerifierSettings, drafters: list[str], *, has_model: bool) -> None:
-    from verifier_svc import server
+    from verifier_svc import assembly
 
-    print(server.plan(settings, drafts=bool(drafters), has_model=has_model))
+    print(assembly.plan(settings, drafts=bool(drafters), has_model=has_model))
     print(f"  drafters   {', '.join(drafters) or 'none'}")

@@ -1,130 +1,232 @@
-"""Load the target model, and build the walker and the overlapped steps for its device."""
+"""Put the parts of a verifier together: target, drafters, engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import math
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
-from foretoken.errors import ConfigError
-from foretoken.models.backend import Backend
-from foretoken.models.config import load_config
+from foretoken.drafter import Drafter
+from foretoken.drafter_names import check_together
+from foretoken.limits import ModelLimits
+from foretoken.models.backend import Backend, choose_backend, device_name
 from foretoken.models.decoder_weights import Progress
-from foretoken.models.element_type import element_type
-from foretoken.models.kept_checks import checks_file
+from foretoken.models.target_check import check_target
 from foretoken.models.tokenizer_size import num_token_ids
-from foretoken.overlap_memory import StreamOrder
-from foretoken.transports.shared_weights import SharedWeights
 from verifier_svc.config import VerifierSettings
-from verifier_svc.model.attention_choice import compiled, flashinfer_passes
+from verifier_svc.drafters.attachment import AttachmentSettings
+from verifier_svc.drafters.clients import DrafterClients
+from verifier_svc.drafters.request import TreeBounds
+from verifier_svc.drafters.source import DraftSource
+from verifier_svc.engine import Engine
+from verifier_svc.info import VerifierConstants
+from verifier_svc.lifecycle import SequenceBounds
+from verifier_svc.model.calibration import measure_step_costs
 from verifier_svc.model.memory_plan import MemoryPlan
-from verifier_svc.model.runner import ModelRunner
-from verifier_svc.model.target import LoadedTarget, pass_sizes
-from verifier_svc.overlap.runs import OverlapRuns
-from verifier_svc.sampling.walker import HostWalker, Walker
+from verifier_svc.model.sizes import with_sizes
+from verifier_svc.model.target import memory_plan
+from verifier_svc.progress_lines import ProgressLines
+from verifier_svc.sampling import verify
+from verifier_svc.sampling.grammar import Vocabulary
+from verifier_svc.sampling.grammar_compiler import GrammarCompiler
+from verifier_svc.sampling.simulated_acceptance import AcceptanceSimulator, SimulatedWalker
+from verifier_svc.scheduling.block_manager import BlockManager
+from verifier_svc.scheduling.cache_events import CacheEvents
+from verifier_svc.scheduling.prefill_budget import PrefillBudget
+from verifier_svc.scheduling.scheduler import Scheduler
+from verifier_svc.speculation.candidate_shapes import usual_trees
+from verifier_svc.speculation.costs import StepCosts
+from verifier_svc.speculation.speculator import Speculator
+from verifier_svc.target_loading import Target, load_target
+
+if TYPE_CHECKING:
+    from verifier_svc.kv_events import KvEventPublisher
+
+logger = logging.getLogger(__name__)
 
 
-class Target(NamedTuple):
-    """A loaded target model and its helpers.
+def plan(settings: VerifierSettings, *, drafts: bool, has_model: bool) -> str:
+    """Return the plan of memory and draft trees as text, for ``--dry-run``.
 
-    Attributes:
-        shared_weights: weights that drafter processes can map. None: they read their own copies.
-        overlap_runs: overlapped steps. None on a CPU, with FlashInfer for every pass, or if
-            switched off.
-    """
-
-    runner: LoadedTarget
-    walker: Walker
-    shared_weights: SharedWeights | None
-    overlap_runs: OverlapRuns | None = None
-
-
-def load_target(
-    settings: VerifierSettings,
-    budget: MemoryPlan,
-    backend: Backend,
-    progress: Progress,
-    on_loaded: Callable[[LoadedTarget], object] = lambda runner: None,
-) -> Target:
-    """Load the model and warm it up.
-
-    ``on_loaded`` is called between the two, once nothing is timed on the GPU any more: what it
-    starts may use the device while this compiles kernels.
+    Args:
+        drafts: whether there are drafters.
+        has_model: whether one of them may have a model.
 
     Raises:
-        ConfigError: this machine lacks the numerics or the attention that the settings ask for.
+        ConfigError, CheckpointError: as a start would.
     """
-    if backend.kernels == "cpu":
-        runner = ModelRunner(
-            settings.model,
-            dtype=settings.dtype,
-            threads=settings.threads,
-            block_size=settings.block_size,
-            num_blocks=budget.num_blocks,
-            context_length=settings.context_length,
-            progress=progress,
-        )
-        on_loaded(runner)
-        runner.warm_up(progress, checks_file())
-        _check_numerics(settings, runner)
-        return Target(runner, HostWalker(), runner.shared_weights)
-    # Only a GPU imports Triton.
-    from verifier_svc.model.device_runner import DeviceRunner
-    from verifier_svc.overlap.step import OverlappedStep, plain_memory
-    from verifier_svc.sampling.device_walker import DeviceWalker
+    backend = choose_backend(settings.device)
+    settings = with_sizes(settings, backend)
+    lines = [str(memory_plan(settings, backend)), f"  device     {device_name(backend)}"]
+    if drafts:
+        lines.append(f"  trees      {TreeBounds.of(settings).describe(has_model)}")
+    return "\n".join(lines)
 
-    sizes = pass_sizes(settings)
-    config, element = load_config(settings.model), element_type(settings.dtype, backend, settings.model)
-    wanted = flashinfer_passes(settings, config, element, backend, announce=True)
-    flashinfer = compiled(wanted, config, element, backend, progress)
-    on_device = DeviceRunner(
-        settings.model,
-        dtype=settings.dtype,
-        backend=backend,
-        sizes=sizes,
-        strict=settings.numerics == "strict",
-        flashinfer=flashinfer,
+
+@dataclass(slots=True)
+class Verifier:
+    """An engine and its parts. ``close`` ends its thread and its drafters' attachments."""
+
+    engine: Engine
+    info: VerifierConstants
+    grammars: GrammarCompiler
+    clients: DrafterClients
+    kv_events: KvEventPublisher | None = None
+
+    def publish(self, kv_events: KvEventPublisher) -> None:
+        """Publish the changes of the prefix cache. Call it before the engine starts."""
+        self.kv_events = kv_events
+        self.engine.scheduler.blocks.events = CacheEvents(kv_events.publish)
+
+    def close(self) -> None:
+        self.grammars.close()
+        self.engine.stop()
+        if self.kv_events is not None:
+            self.kv_events.close()
+        for drafter in self.engine.speculator.drafters:
+            drafter.source.close()
+
+
+def build(
+    settings: VerifierSettings,
+    in_process_drafters: Mapping[str, Drafter] | None = None,
+    progress: Progress | None = None,
+) -> Verifier:
+    """Load and warm up the model, connect the drafters, and build an engine without starting it.
+
+    Args:
+        in_process_drafters: drafters to run in this process, by name.
+        progress: called with (done, total, what) during slow work. None: print lines to stderr.
+
+    Raises:
+        ConfigError: a setting cannot be met on this machine or with this model.
+        CheckpointError: the checkpoint cannot be loaded.
+    """
+    placed = in_process_drafters or {}
+    check_together([*(endpoint.name for endpoint in settings.drafters), *placed])
+    progress = progress or ProgressLines()
+    backend = choose_backend(settings.device)
+    logger.info("the model's device: %s", device_name(backend))
+    for note in check_target(settings.model):
+        # ``foretoken serve`` has said it.
+        logger.info("%s", note)
+    settings = with_sizes(settings, backend)
+    budget = memory_plan(settings, backend)
+    usual = usual_trees(TreeBounds.of(settings))
+    # Bound before the model is loaded, so that an endpoint in use fails at once.
+    kv_events = _kv_event_publisher(settings)
+    clients = DrafterClients(settings, backend, budget.num_blocks, usual)
+    try:
+        target_model = load_target(settings, budget, backend, progress, clients.start)
+        verifier = _assemble(settings, backend, budget, target_model, clients, placed)
+        if kv_events is not None:
+            verifier.publish(kv_events)
+        return verifier
+    except BaseException:
+        clients.close()
+        if kv_events is not None:
+            kv_events.close()
+        raise
+
+
+def _kv_event_publisher(settings: VerifierSettings) -> KvEventPublisher | None:
+    if settings.kv_events is None:
+        return None
+    settings.check_kv_events()
+    # Imported here, since an extra brings its packages.
+    from verifier_svc.kv_events import KvEventPublisher
+
+    topic = settings.kv_events_topic or f"kv@{socket.gethostname()}@{settings.served_model_name}"
+    return KvEventPublisher(settings.kv_events, settings.kv_events_replay, topic, settings.block_size)
+
+
+def _assemble(
+    settings: VerifierSettings,
+    backend: Backend,
+    budget: MemoryPlan,
+    target: Target,
+    clients: DrafterClients,
+    in_process_drafters: Mapping[str, Drafter],
+) -> Verifier:
+    """Build an engine around a warmed-up target and the clients of its drafters."""
+    runner, walker = target.runner, target.walker
+    verify.warm_up()
+    max_nodes = settings.speculative_num_draft_tokens
+    limits = ModelLimits(runner.config.vocab_size, runner.max_model_len)
+    most_rows = max(max_nodes * 2, settings.max_running_requests)
+    if target.overlap_runs is not None:
+        # There the whole batch drafts in one shape, whose rows may be many times the sequences.
+        most_rows = max(most_rows, min(settings.max_running_requests * max_nodes, settings.chunked_prefill_size))
+    costs = measure_step_costs(
+        runner,
+        num_tokens=min(runner.max_model_len, budget.num_tokens),
         block_size=settings.block_size,
-        num_blocks=budget.num_blocks,
-        context_length=settings.context_length,
-        progress=progress,
+        most_rows=most_rows,
     )
-    on_device.choose_matmuls(progress)
-    on_loaded(on_device)
-    on_device.warm_up(progress, max_nodes=settings.speculative_num_draft_tokens)
-    _check_numerics(settings, on_device)
-    walker = DeviceWalker(
-        vocab_size=on_device.config.vocab_size,
-        token_limit=num_token_ids(settings.model, on_device.config.vocab_size),
-        max_batch_slots=settings.max_running_requests,
-        max_rows=sizes.wanted,
-        max_nodes=settings.speculative_num_draft_tokens,
-        device=backend.device,
-        graphs=not settings.disable_cuda_graph,
+    logger.info("a step costs %s", ", ".join(f"{n} rows {s * 1e3:.2f} ms" for n, s in costs.items()))
+    pass_s, chunk = StepCosts(costs).estimate, settings.chunked_prefill_size
+    limit_s = settings.max_step_ms / 1e3 if settings.max_step_ms else math.inf
+    prefill = PrefillBudget(
+        chunk,
+        limit_s=limit_s,
+        token_s=pass_s(chunk) / chunk,
+        smallest_s=pass_s(1),
     )
-    walker.warm_up(on_device.config.vocab_size)
-    # FlashInfer plans each pass on the host from the lengths after the last step: nothing overlaps.
-    if settings.disable_overlap_schedule or flashinfer == "all":
-        return Target(on_device, walker, on_device.shared_weights)
-    make_step = partial(
-        OverlappedStep,
-        on_device,
-        walker,
-        max_batch_rows=settings.max_running_requests,
-        max_prompt_rows=settings.chunked_prefill_size,
-        simulated=settings.simulate_accept_length,
-        graphs=not settings.disable_cuda_graph,
+    sources: list[DraftSource] = [*clients.remote, *clients.attach_inside(in_process_drafters)]
+    blocks = BlockManager(budget.num_blocks, settings.block_size, enable_prefix_cache=not settings.disable_radix_cache)
+    scheduler = Scheduler(
+        blocks,
+        max_running=settings.max_running_requests,
+        max_waiting=settings.max_queued_requests,
+        prefill=prefill,
     )
-    memory = plain_memory(settings.max_running_requests, settings.speculative_num_draft_tokens, backend.device)
-    plain = make_step(memory, StreamOrder())
-    plain.warm_up(())
-    overlap_runs = OverlapRuns(make_step, plain, timeout_s=settings.draft_timeout_ms / 1e3)
-    return Target(on_device, walker, on_device.shared_weights, overlap_runs)
-
-
-def _check_numerics(settings: VerifierSettings, runner: LoadedTarget) -> None:
-    """Raise ConfigError if strict numerics are required and the warmed-up runner lacks them."""
-    if settings.numerics == "strict" and runner.mode != "strict":
-        raise ConfigError(
-            "--numerics strict: on this machine a row of this model has other bits in another batch; auto does without"
-        )
+    speculator = Speculator(
+        sources,
+        StepCosts(costs),
+        AttachmentSettings(
+            clients.epoch, runner.config.vocab_size, settings.block_size, timeout_s=settings.draft_timeout_ms / 1e3
+        ),
+        TreeBounds.of(settings),
+        max_batch_size=settings.speculative_max_batch_size,
+        limit_s=limit_s,
+        controller_log=settings.speculative_controller_log,
+    )
+    eos_ids = frozenset(runner.config.eos_token_ids)
+    token_limit = num_token_ids(settings.model, runner.config.vocab_size)
+    mode = str(runner.mode)
+    if settings.simulate_accept_length is not None:
+        length = settings.simulate_accept_length
+        logger.warning("--simulate-accept-length %g: for benchmarks only; what is written means NOTHING", length)
+        walker = SimulatedWalker(walker, AcceptanceSimulator(length))
+        mode = f"{mode}, simulated acceptance of {length:g}"
+    engine = Engine(
+        runner,
+        scheduler,
+        speculator,
+        SequenceBounds(runner.max_model_len, eos_ids, token_limit),
+        walker=walker,
+        overlap_runs=target.overlap_runs,
+        model_name=settings.served_model_name,
+    )
+    grammars = GrammarCompiler(
+        partial(Vocabulary, settings.model, vocab_limit=token_limit, eos_ids=eos_ids),
+        # Only overlapped steps need the masks of a tree before it is walked.
+        looks_ahead=target.overlap_runs is not None,
+    )
+    info = VerifierConstants(
+        epoch=clients.epoch,
+        model_name=settings.served_model_name,
+        model_fingerprint=runner.fingerprint,
+        device=device_name(backend),
+        dtype=str(runner.dtype).removeprefix("torch."),
+        mode=mode,
+        limits=limits,
+        eos_token_ids=tuple(runner.config.eos_token_ids),
+        max_queue=settings.max_queued_requests,
+        speculative_max_batch_size=settings.speculative_max_batch_size,
+    )
+    return Verifier(engine, info, grammars, clients)

@@ -26,10 +26,10 @@ from foretoken.tree import ancestor_mask, depths
 from tests.kernels.attention_cases import Heads, Rows, case, prefill, rooted, tree
 from tests.support.planned_case import attend, config_of
 from tests.support.tiny_checkpoint import save_llama
-from verifier_svc.assembly import load_target
 from verifier_svc.config import VerifierSettings
 from verifier_svc.model.runner import silent
 from verifier_svc.model.target import memory_plan
+from verifier_svc.target_loading import load_target
 
 # FlashInfer and its compilers give these warnings.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]

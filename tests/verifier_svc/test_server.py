@@ -16,7 +16,7 @@ from foretoken import rpc
 from protos import drafter_pb2, drafter_pb2_grpc
 from tests.support.environment import child_environment
 from tests.support.tiny_checkpoint import save_llama, save_tokenizer
-from verifier_svc import server
+from verifier_svc import assembly, server
 from verifier_svc.config import DrafterEndpoint, VerifierSettings
 from verifier_svc.model.runner import ModelRunner
 
@@ -67,7 +67,7 @@ def test_drafters_attach_while_the_target_warms_up(
         warm_up(*args)
 
     monkeypatch.setattr(ModelRunner, "warm_up", warm_up_once_attached)
-    verifier = server.build(settings)
+    verifier = assembly.build(settings)
     try:
         (drafter,) = verifier.engine.speculator.drafters
         until(lambda: drafter.num_attaches == 1)
@@ -86,7 +86,7 @@ def test_a_start_that_fails_leaves_no_drafter_attached(
 
     monkeypatch.setattr(ModelRunner, "warm_up", fail_once_attached)
     with pytest.raises(ValueError, match="broken"):
-        server.build(settings)
+        assembly.build(settings)
     until(lambda: not is_attached(address))
 
 
@@ -126,7 +126,7 @@ def test_a_step_of_a_large_batch_starts_no_garbage_collection() -> None:
 
 @pytest.mark.parametrize(("limit", "is_limited"), [(0, False), (1, True)])
 def test_the_limit_of_a_step_reaches_its_prompts(settings: VerifierSettings, limit: int, is_limited: bool) -> None:
-    verifier = server.build(settings.model_copy(update={"drafters": (), "max_step_ms": limit}))
+    verifier = assembly.build(settings.model_copy(update={"drafters": (), "max_step_ms": limit}))
     try:
         prefill = verifier.engine.scheduler.prefill
         # A pass over the whole chunk takes more than the quarter of a millisecond that is left.

@@ -16,12 +16,12 @@ from foretoken.models.config import ModelConfig, load_config
 from foretoken.models.device_pass import DevicePass
 from tests.support import plain_flashinfer
 from tests.support.tiny_checkpoint import save_llama
-from verifier_svc.assembly import load_target
 from verifier_svc.config import VerifierSettings
 from verifier_svc.model import attention_choice
 from verifier_svc.model.attention_choice import compiled, flashinfer_passes
 from verifier_svc.model.runner import silent
 from verifier_svc.model.target import memory_plan
+from verifier_svc.target_loading import load_target
 
 BLOCK = 4
 

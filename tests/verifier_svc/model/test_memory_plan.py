@@ -17,7 +17,7 @@ from verifier_svc.config import VerifierSettings
 from verifier_svc.model.memory_plan import make_plan
 from verifier_svc.model.sizes import with_sizes
 from verifier_svc.model.target import memory_plan, pass_row_bytes
-from verifier_svc.server import ProgressLines
+from verifier_svc.progress_lines import ProgressLines
 
 DEMO = Path(__file__).parents[3] / "models" / "demo" / "target"
 

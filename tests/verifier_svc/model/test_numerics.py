@@ -17,14 +17,14 @@ from foretoken.models.batch import ForwardBatch
 from foretoken.models.device_sizes import PassSizes
 from foretoken.models.llama import HostLlama
 from tests.support.tiny_checkpoint import save_llama
-from verifier_svc import assembly
-from verifier_svc.assembly import load_target
+from verifier_svc import target_loading
 from verifier_svc.config import VerifierSettings
 from verifier_svc.model import device_runner
 from verifier_svc.model import runner as model_runner
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.model.runner import ModelRunner, silent
 from verifier_svc.model.target import memory_plan
+from verifier_svc.target_loading import load_target
 
 BLOCK = 4
 
@@ -67,7 +67,7 @@ def on_device(folder: Path, device: str, strict: bool) -> DeviceRunner:
 def checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the file of checks that passed, which is the test's own."""
     path = tmp_path / "checks.json"
-    monkeypatch.setattr(assembly, "checks_file", lambda: path)
+    monkeypatch.setattr(target_loading, "checks_file", lambda: path)
     return path
 
 

@@ -19,11 +19,11 @@ from foretoken.tree import DraftTree
 from tests.support.engine_harness import Harness, Request
 from tests.support.hash_target import HashTarget
 from tests.support.scripted_drafter import ScriptedDrafter
+from verifier_svc.assembly import build
 from verifier_svc.config import VerifierSettings
 from verifier_svc.sampling.simulated_acceptance import AcceptanceSimulator, SimulatedWalker, deepest_path
 from verifier_svc.sampling.verify import SamplingState, WalkResult, sample_and_walk
 from verifier_svc.sampling.walker import HostWalker
-from verifier_svc.server import build
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
 # The deepest path is 2, 4, 5; node 6 is as deep as node 5.
