@@ -39,7 +39,7 @@ UNSUPPORTED_HERE = {
 
 
 class ThinkingFields(Fields):
-    """Return whether the model thinks before it answers, where its template lets a request choose."""
+    """Whether the model thinks before it answers, where its template lets a request choose."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
