@@ -212,6 +212,9 @@ class GenerationOptions:
     # The text that the client expects.
     prediction: str
     echo: bool = False
+    # Whether the answer is the prompt without output. One token is computed, with the prompt's
+    # logprobs.
+    shows_prompt_alone: bool = False
     # Texts that the output must not contain.
     bad_words: tuple[str, ...] = ()
     # vLLM's prompt_logprobs: the best tokens of each prompt position; None: no such list.
@@ -237,13 +240,15 @@ def parse_completion(body: dict[str, Any], defaults: SamplingDefaults) -> tuple[
     echoed = fields.logprobs if fields.echo else None
     wanted = _prompt_logprobs(fields)
     prompt_logprobs = max(echoed or 0, wanted or 0) if echoed is not None or wanted is not None else None
-    max_tokens = _max_tokens(fields, defaults.max_tokens_or(COMPLETION_MAX_TOKENS))
+    shows_prompt_alone = fields.echo and fields.max_tokens == 0 and fields.max_completion_tokens is None
+    max_tokens = 1 if shows_prompt_alone else _max_tokens(fields, defaults.max_tokens_or(COMPLETION_MAX_TOKENS))
     # Evaluation harnesses score so: the answer's lists need one position after the prompt, even if
     # the model would end there.
     is_scoring = echoed is not None and max_tokens == 1
     grammar, grammar_field = requested_grammar(fields)
     sampling = _sampling(fields, defaults, max_tokens, fields.logprobs, prompt_logprobs, grammar, ignore_eos=is_scoring)
-    return fields, _options(fields, sampling, grammar_field, echo=fields.echo)
+    options = _options(fields, sampling, grammar_field, echo=fields.echo)
+    return fields, dataclasses.replace(options, shows_prompt_alone=shows_prompt_alone)
 
 
 def parse_chat(body: dict[str, Any], defaults: SamplingDefaults) -> tuple[ChatFields, GenerationOptions]:

@@ -61,7 +61,7 @@ class OpenAiFormat(ReplyFormat):
         body = {
             **self._envelope(generation, self.whole_object),
             "choices": choices,
-            "usage": _usage(generation),
+            "usage": _usage(generation, self._options),
             "seed": generation.request.sampling.seed,
             **self._body_prompt(generation, deltas),
         }
@@ -94,14 +94,18 @@ class OpenAiFormat(ReplyFormat):
     def last(self, generation: Generation) -> bytes:
         if not self._options.include_usage:
             return DONE
-        body = {**self._envelope(generation, self.chunk_object), "choices": [], "usage": _usage(generation)}
+        body = {
+            **self._envelope(generation, self.chunk_object),
+            "choices": [],
+            "usage": _usage(generation, self._options),
+        }
         return event(self._with_metrics(body, generation)) + DONE
 
     def _chunk_usage(self, generation: Generation) -> dict[str, Any]:
         """Return what a chunk says of usage, if the client wants any."""
         if not self._options.include_usage:
             return {}
-        return {"usage": _usage(generation) if self._options.continuous_usage else None}
+        return {"usage": _usage(generation, self._options) if self._options.continuous_usage else None}
 
     def _has_progress(self, delta: Delta) -> bool:
         """Return whether a delta has text to show, or tokens whose text waits for more tokens.
@@ -288,6 +292,18 @@ class CompletionFormat(OpenAiFormat):
         # Outputs whose prompt's ids have been sent.
         self._named_prompts: set[int] = set()
 
+    def whole(self, generation: Generation, deltas: list[Delta]) -> bytes:
+        return super().whole(generation, [self._shown(delta) for delta in deltas])
+
+    def chunk(self, generation: Generation, delta: Delta) -> bytes:
+        return super().chunk(generation, self._shown(delta))
+
+    def _shown(self, delta: Delta) -> Delta:
+        """Return what the client sees of a delta."""
+        if not self._options.shows_prompt_alone:
+            return delta
+        return Delta(delta.index, prompt_logprobs=delta.prompt_logprobs, finished=delta.finished)
+
     def _whole_text(self, output: Output, delta: Delta) -> dict[str, Any]:
         return {"text": self._text(output, delta)}
 
@@ -350,8 +366,10 @@ def _members(value: dict[str, Any]) -> bytes:
     return orjson.dumps(value)[1:-1]
 
 
-def _usage(generation: Generation) -> dict[str, Any]:
+def _usage(generation: Generation, options: GenerationOptions) -> dict[str, Any]:
     prompt, completion = generation.prompt_tokens, generation.completion_tokens
+    if options.shows_prompt_alone:
+        completion = 0
     accepted, rejected = generation.prediction_tokens
     return {
         "prompt_tokens": prompt,

@@ -73,7 +73,11 @@ _FIELDS: dict[str, Schema] = {
 }
 # Where a name means something else.
 _FIELDS_OF: dict[str, dict[str, Schema]] = {
-    "CompletionFields": {"prompt": {"anyOf": [_TEXT, _list(_TEXT, _PROMPTS, 1), _IDS, _list(_IDS, _PROMPTS, 1)]}},
+    "CompletionFields": {
+        "prompt": {"anyOf": [_TEXT, _list(_TEXT, _PROMPTS, 1), _IDS, _list(_IDS, _PROMPTS, 1)]},
+        # 0 with echo.
+        "max_tokens": in_range(Range(0, _RANGES["max_tokens"].high)),
+    },
     "ChatFields": {"logprobs": {}},
     "TokenizeFields": {"prompt": _text(limits.MAX_PROMPT_CHARS)},
     "CorpusFields": {"name": _NAME | {"pattern": "^[a-z0-9][a-z0-9_.-]{0,63}$"}, "text": _TEXT},

@@ -294,6 +294,35 @@ async def test_echo_with_logprobs_scores_the_prompt(stack: Stack) -> None:
     assert [value for column in columns for value in column] == lists["token_logprobs"]
 
 
+async def test_echo_without_output_shows_the_prompt_alone(stack: Stack) -> None:
+    """OpenAI's way to score a text: ``max_tokens`` is 0."""
+    prompt = stack.ids("hello")[:1] + stack.ids(" world")
+
+    async def play(player: Player) -> None:
+        entries = [common_pb2.TokenLogprobs(token_id=i, logprob=-0.5, rank=1) for i in prompt[1:]]
+        sampled = common_pb2.TokenLogprobs(token_id=66, logprob=-3.0, rank=2)
+        player.tokens([66], logprobs=[sampled], prompt_logprobs=entries, sources=[0])
+        player.finish(LENGTH)
+
+    stack.verifier.script = play
+    body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0, "return_token_ids": True}
+    answer = (await stack.http.post(URL, json=body)).json()
+    (choice,) = answer["choices"]
+    sampling = stack.verifier.submitted[0].sampling
+    assert (sampling.max_tokens, sampling.prompt_logprobs, sampling.ignore_eos) == (1, 0, True)
+    assert (choice["text"], choice["token_ids"]) == (stack.tokenizer.decode(prompt), [])
+    assert choice["logprobs"]["token_logprobs"] == [None, *[-0.5] * (len(prompt) - 1)]
+    assert answer["usage"]["completion_tokens"] == 0 and answer["usage"]["total_tokens"] == len(prompt)
+
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = events((await stack.http.post(URL, json=body | more)).text)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"]
+    assert last["usage"] == answer["usage"]
+    for fields in ({"echo": False}, {"max_completion_tokens": 0}, {"max_completion_tokens": 3}):
+        refused = await stack.http.post(URL, json=body | fields)
+        assert refused.status_code == 400, fields
+
+
 async def test_parts_of_characters_keep_apart_in_top_logprobs(stack: Stack) -> None:
     first, second = (
         next(i for i in range(256) if stack.tokenizer.token_text(i)[1] == bytes([b])) for b in (0xE2, 0xF0)
