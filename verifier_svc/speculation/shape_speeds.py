@@ -27,8 +27,9 @@ PROMPT_SMOOTHING = 0.05
 # A shape whose steps, with the prompts that its tokens bring along, exceed this share of the limit
 # counts for less: by the square root of the excess, and for so much at least. In a full batch long
 # drafts and short ones yield nearly as many tokens a second, but the long ones leave less room for
-# prompts, which then wait.
-MOST_FULL, LEAST_ROOM = 0.9, 0.9
+# prompts, which then wait. With long prompts it is the other way round: fewer tokens a step mean more
+# steps over the same contexts. So this only decides between shapes that are nearly as fast.
+MOST_FULL, LEAST_ROOM = 0.9, 0.95
 
 
 class Forecast(NamedTuple):
