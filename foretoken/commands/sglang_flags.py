@@ -33,6 +33,7 @@ class SglangFlag:
         refused: why it is refused.
         silent: values for which nothing is said or refused: they ask for what happens anyway.
         renamed: our value for some of SGLang's, for a flag with ``to``.
+        choices: SGLang's values, if it has no others.
     """
 
     names: tuple[str, ...]
@@ -42,6 +43,7 @@ class SglangFlag:
     refused: str = ""
     silent: Collection[str] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
+    choices: Collection[str] = ()
 
 
 def _ngram(name: str) -> SglangFlag:
@@ -135,7 +137,9 @@ SGLANG_FLAGS = (
         silent=("0",),
     ),
     SglangFlag(
-        ("--speculative-attention-mode",), instead="one kernel attends for prompts and for draft trees, in both modes"
+        ("--speculative-attention-mode",),
+        instead="one kernel attends for prompts and for draft trees, in both modes",
+        choices=("prefill", "decode"),
     ),
     SglangFlag(("--enable-multi-layer-eagle",), 0, instead="all layers of a head are used, with or without this flag"),
     SglangFlag(

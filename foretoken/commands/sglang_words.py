@@ -96,6 +96,8 @@ def _apply(row: SglangFlag, name: str, left: list[str], *, has_value: bool) -> t
         raise ConfigError(f"{name} takes no value")
     if row.num_values and not values:
         raise ConfigError(f"{name} needs a value")
+    if values and row.choices and values[0] not in row.choices:
+        raise ConfigError(f"{name}: {values[0]!r} is not one of {', '.join(row.choices)}")
     if values and values[0] in row.silent:
         return [], ""
     if row.refused:

@@ -91,6 +91,7 @@ def test_prompts_in_one_piece_are_the_largest_chunk(line: str) -> None:
         ("--model", "--model needs a value"),
         ("--model --port 1", "--model needs a value"),
         ("--trust-remote-code=1", "--trust-remote-code takes no value"),
+        ("--speculative-attention-mode foo", "'foo' is not one of prefill, decode"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(line: str, message: str) -> None:
