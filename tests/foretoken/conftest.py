@@ -25,15 +25,16 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
         return lambda *arguments: seen.update({name: arguments})
 
     for name, package in (("gateway", gateway), ("verifier", verifier_svc), ("drafter", drafter_svc)):
-        fake = SimpleNamespace(
-            run=record(name),
-            make_drafter=lambda settings: settings,
-            plan=lambda settings, drafts, has_model: (
-                f"a plan {'with' if drafts else 'without'} drafts, {'with' if has_model else 'without'} a model"
-            ),
-        )
+        fake = SimpleNamespace(run=record(name), make_drafter=lambda settings: settings)
         monkeypatch.setattr(package, "server", fake, raising=False)
         monkeypatch.setitem(sys.modules, f"{package.__name__}.server", fake)
+    assembly = SimpleNamespace(
+        plan=lambda settings, drafts, has_model: (
+            f"a plan {'with' if drafts else 'without'} drafts, {'with' if has_model else 'without'} a model"
+        )
+    )
+    monkeypatch.setattr(verifier_svc, "assembly", assembly, raising=False)
+    monkeypatch.setitem(sys.modules, "verifier_svc.assembly", assembly)
     monkeypatch.setattr("foretoken.models.target_check.check_target", lambda path: ())
     return seen
 

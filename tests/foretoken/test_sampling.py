@@ -15,10 +15,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from foretoken import logits as ops
 from foretoken.errors import ModelOutputError
 from foretoken.noise import gumbel_noise
 from foretoken.sampling import SamplingParams, stop_token_ids
+from tests.references import logits as ops
 from verifier_svc.sampling.verify import SamplingState
 
 NEVER = float("-inf")

@@ -159,8 +159,8 @@ def check(
         if kind != "none":
             assert_speculated(case, harness, keys)
     # Each of the merged drafters had a part, and none failed.
-    for name, counters in harness.speculator.counters.items():
-        assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens, name
+    for drafter in harness.speculator.drafters:
+        assert 0 < drafter.counters.num_accepted_tokens < drafter.counters.num_draft_tokens, drafter.name
     assert all(source.failures == [] for source in harness.sources)
     harness.drain()
 

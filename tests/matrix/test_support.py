@@ -46,7 +46,7 @@ def assert_same_text(plain: Harness, drafted: Harness, drafter: str) -> None:
         request = replace(request, prediction=expected.token_ids)
     found = drafted.run([request])[0]
     assert_bits(expected, found, drafter)
-    assert drafted.speculator.counters[drafter.lower()].num_draft_tokens > 0
+    assert drafted.speculator.drafter(drafter.lower()).counters.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize(("body", "drafter"), CELLS)
