@@ -173,9 +173,12 @@ def new_id(prefix: str, separator: str = "-") -> str:
     return f"{prefix}{separator}{uuid.uuid4().hex}"
 
 
-def client_id(request: Request) -> str:
-    """Return the client's name for the request, from x-request-id; empty if it cannot be logged."""
-    return clean_id(request.headers.get("x-request-id", ""))
+def client_id(request: Request, in_body: str = "") -> str:
+    """Return the client's name for the request: ``in_body``, else x-request-id.
+
+    It is empty if it cannot be logged.
+    """
+    return clean_id(in_body) or clean_id(request.headers.get("x-request-id", ""))
 
 
 def clean_id(value: str) -> str:

@@ -15,7 +15,7 @@ from foretoken.drafter_names import check_together
 from foretoken.limits import ModelLimits
 from foretoken.models.backend import Backend, choose_backend, device_name
 from foretoken.models.decoder_weights import Progress
-from foretoken.models.target_check import check_target
+from foretoken.models.target_check import check_target, log_notes
 from foretoken.models.tokenizer_size import num_token_ids
 from verifier_svc.config import VerifierSettings
 from verifier_svc.drafters.attachment import AttachmentSettings
@@ -111,9 +111,7 @@ def build(
     progress = progress or ProgressLines()
     backend = choose_backend(settings.device)
     logger.info("the model's device: %s", device_name(backend))
-    for note in check_target(settings.model):
-        # ``foretoken serve`` has said it.
-        logger.info("%s", note)
+    log_notes(logger, check_target(settings.model))
     settings = with_sizes(settings, backend)
     budget = memory_plan(settings, backend)
     usual = usual_trees(TreeBounds.of(settings))

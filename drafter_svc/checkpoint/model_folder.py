@@ -99,4 +99,4 @@ def check_draft_model(algorithm: str, path: Path | None, target: Path) -> tuple[
     except PreconditionError as error:
         raise ConfigError(error.message) from error
     check_decoder(path, headers, draft)
-    return config_notes(path)
+    return config_notes(path, draft)

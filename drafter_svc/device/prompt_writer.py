@@ -29,7 +29,7 @@ from foretoken.overlap_memory import OverlapMemory
 _QUEUED_PASSES = 8
 
 
-class _LearntPrompts(NamedTuple):
+class _LearnedPrompts(NamedTuple):
     """The prompt rows of one request, whose KV entries may not be written yet.
 
     Attributes:
@@ -70,7 +70,7 @@ class PromptWriter:
         # The stamp of each step with prompt rows.
         self._stamps = DeviceJournal({"stamp": (1,)}, MAX_UNREAD_STEPS, levels.device)
         # None: all KV entries of prompts are known to be written.
-        self._learned: _LearntPrompts | None = None
+        self._learned: _LearnedPrompts | None = None
 
     @property
     def batch_slots(self) -> list[int]:
@@ -81,7 +81,7 @@ class PromptWriter:
         """Learn a request's prompt rows, and send the rows of their passes to the device."""
         work = self._prompt_rows.learn(request)
         arrays = [self._levels.model.upload(part.batch) for part in work.passes]
-        self._learned = _LearntPrompts(step.number, request.batch_slots[step.num_batch_rows :].tolist(), work, arrays)
+        self._learned = _LearnedPrompts(step.number, request.batch_slots[step.num_batch_rows :].tolist(), work, arrays)
         self._figures.extend_tokens += sum(part.batch.num_rows for part in work.passes)
 
     def write(self, number: int) -> None:

@@ -33,6 +33,7 @@ from foretoken.models.config import ModelConfig, load_config
 from foretoken.models.draft_config import head_captured_layers
 from foretoken.models.draft_head import HostDraftHead, load_head
 from foretoken.models.draft_weights import HeadSource
+from foretoken.models.target_check import log_notes
 from foretoken.models.target_weights import TargetWeights, load_target_weights
 
 if TYPE_CHECKING:
@@ -99,9 +100,7 @@ class HeadDrafter(ModelDrafter):
         if path is not None:
             with at_fault("--speculative-draft-model-path"):
                 head = check_head(algorithm, path)
-            for note in head_notes(path, head):
-                # ``foretoken serve`` has said it.
-                logger.info("%s", note)
+            log_notes(logger, head_notes(path, head))
 
     def needs(self, target: TargetInfo) -> DrafterNeeds:
         """Return needs of hidden states, blocks, and the target's embedding and output head.

@@ -33,7 +33,7 @@ from foretoken.models.config import load_config
 from foretoken.models.decoder_weights import load_decoder_weights
 from foretoken.models.draft_head import HeadOutput
 from foretoken.models.llama import HostLlama, Llama
-from foretoken.models.target_check import config_notes
+from foretoken.models.target_check import config_notes, log_notes
 from foretoken.models.weights import Checkpoint
 
 if TYPE_CHECKING:
@@ -140,9 +140,7 @@ class StandaloneDrafter(ModelDrafter):
         self._coupled = coupled_noise
         self._placement = placement = placement.of_folder(path)
         self._config = load_config(path)
-        for note in config_notes(path):
-            # ``foretoken serve`` has said it.
-            logger.info("%s", note)
+        log_notes(logger, config_notes(path, self._config))
         with Checkpoint(path) as checkpoint:
             self._weights = load_decoder_weights(self._config, checkpoint, placement.dtype, _silent, placement.backend)
 

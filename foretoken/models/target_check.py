@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 from foretoken.models.architectures import architecture_note
@@ -20,14 +22,20 @@ def check_target(path: Path) -> tuple[str, ...]:
     """
     config = load_config(path)
     check_decoder(path, tensor_headers(path), config)
-    return config_notes(path)
+    return config_notes(path, config)
 
 
-def config_notes(path: Path) -> tuple[str, ...]:
-    """Return warnings about a model's config.json. Raises as ``check_target``."""
+def config_notes(path: Path, config: ModelConfig) -> tuple[str, ...]:
+    """Return warnings about a model's config.json. ``config``: as loaded from it."""
     file = path / "config.json"
     notes = (*architecture_note(read_config_file(path), file), *unread_note(file, unread_keys(path)))
-    return (*notes, *_end_note(load_config(path), file))
+    return (*notes, *_end_note(config, file))
+
+
+def log_notes(logger: logging.Logger, notes: Iterable[str]) -> None:
+    """Log warnings of a service that loads a model. ``foretoken serve`` has shown them."""
+    for note in notes:
+        logger.info("%s", note)
 
 
 def _end_note(config: ModelConfig, file: Path) -> tuple[str, ...]:

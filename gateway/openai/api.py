@@ -91,7 +91,7 @@ def _exchange(
 ) -> Response:
     name, detail = core.answered_model(model), core.settings.speculative_metrics
     reply: ReplyFormat = kind(options, name, int(time.time()), core.tokenizer, detail)
-    own = http.clean_id(options.request_id) or http.client_id(request)
+    own = http.client_id(request, options.request_id)
     return Exchange(core, generation, reply, stream=options.stream, api=request.url.path, client_id=own)
 
 

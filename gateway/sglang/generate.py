@@ -223,7 +223,7 @@ def generate_router(core: GatewayCore) -> APIRouter:
         await core.check(generation, prompt_field="input_ids" if fields.text is None else "text")
         generation = dataclasses.replace(generation, output_ids=_output_ids(generation, fields.rid, many=many))
         reply = SglangFormat(fields, core.tokenizer, many=many or sampling_fields.n > 1)
-        name = (http.clean_id(fields.rid) if isinstance(fields.rid, str) else "") or http.client_id(request)
+        name = http.client_id(request, fields.rid if isinstance(fields.rid, str) else "")
         return Exchange(core, generation, reply, stream=fields.stream, api="/generate", client_id=name)
 
     return router

@@ -280,7 +280,7 @@ def test_a_factor_that_is_no_positive_number_is_refused(tmp_path: Path) -> None:
 
 def test_an_end_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
     folder = save(tmp_path, PUBLISHED["Llama 3.1"] | {"eos_token_id": [2, 128256, 999999]})
-    (note,) = config_notes(folder)
+    (note,) = config_notes(folder, load_config(folder))
     assert note == f"{folder / 'config.json'}: eos_token_id 128256, 999999 is not in the vocabulary"
 
 
@@ -386,7 +386,7 @@ def test_a_class_of_another_task_is_refused_by_name(name: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", ["FooForCausalLM", "LlamaModel", "Qwen2ForCausalLM"])
 def test_an_unknown_class_is_named(name: str, tmp_path: Path) -> None:
     load_config(save(tmp_path, PUBLISHED["Llama 3.1"] | {"architectures": [name]}))
-    (note,) = config_notes(tmp_path)
+    (note,) = config_notes(tmp_path, load_config(tmp_path))
     assert note.endswith(f"architectures {name} not known for model_type llama: run as LlamaForCausalLM")
 
 
@@ -399,7 +399,7 @@ def test_an_unknown_class_is_named(name: str, tmp_path: Path) -> None:
 )
 def test_known_classes_are_taken(model: str, architectures: list[str] | None, tmp_path: Path) -> None:
     load_config(save(tmp_path, PUBLISHED[model] | {"architectures": architectures}))
-    assert config_notes(tmp_path) == ()
+    assert config_notes(tmp_path, load_config(tmp_path)) == ()
 
 
 def test_a_heads_layer_is_checked_too(tmp_path: Path) -> None:
