@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 
 from foretoken.models.backend import Backend
 from foretoken.models.batch import blank_batch
+from foretoken.models.device_batch import NARROW_BLOCKS
 from foretoken.models.device_graph import DeviceGraphs
 from foretoken.models.device_sizes import PassSizes
 from foretoken.overlap_memory import OverlapLayout, OverlapMemory, StreamOrder
@@ -61,12 +63,14 @@ class Steps:
         blocks: int = NUM_BLOCKS,
         is_padded: bool = False,
         is_joined: bool = False,
+        shapes: Items[ShapeRows] = (),
     ) -> None:
         """
         Args:
             blocks: most of a sequence; the cache has fewer.
             is_padded: run each step in a size that holds all.
             is_joined: compute prompts in the next step's pass.
+            shapes: for which its graphs are captured.
         """
         backend = Backend("gpu", torch.device(device))
         sizes = PassSizes(rows, 16, BATCH_SLOTS, blocks)
@@ -95,7 +99,7 @@ class Steps:
         self.is_padded, self.is_joined, self.num_joined = is_padded, is_joined, 0
         if is_joined:
             for is_long in (False, True) if self.step.has_long_sequences else (False,):
-                list(self.step.captures(EMBEDDING, [], has_found=False, is_long=is_long))
+                list(self.step.captures(EMBEDDING, shapes, has_found=False, is_long=is_long))
         if is_padded:
             # Buffers that grew later would end the graphs.
             self.runner.forward(blank_batch(16, BATCH_SLOTS), EMBEDDING)
@@ -494,6 +498,31 @@ def test_long_sequences_and_their_prompts_have_graphs(
     assert steps.run() == {1: texts[1][1:2]}
     assert steps.num_joined == 2 and len(RecordedGraphs.captured) == num_captured
     assert device != "cpu" or {shape.blocks for shape, _ in RecordedGraphs.captured} == {128, 200}
+
+
+def test_rows_of_small_trees_beside_prompts_have_tiles_of_their_own(
+    folder: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here large trees have two rows together at most."""
+    text = Steps(folder, device).text([5, 6, 7, 8, 9], 4)
+    if device == "cpu":
+        monkeypatch.setattr(overlap_parts, "DeviceGraphs", RecordedGraphs)
+    monkeypatch.setattr(joined_prompts, "MOST_LARGE_TREE_ROWS", 2)
+    monkeypatch.setattr(joined_prompts, "_ROW_COUNTS", {NARROW_BLOCKS: (2, 16)})
+    steps = Steps(folder, device, is_joined=True, shapes=[ShapeRows(3, 3), ShapeRows(NODES, NODES, is_for_few=True)])
+    num_captured = len(RecordedGraphs.captured)
+    if device == "cpu":
+        bounds = {(shape.rows, shape.max_width) for shape, _ in RecordedGraphs.captured if shape.pass_rows}
+        assert bounds == {(2, NODES), (16, 3)}
+    joined = sequence_of([5, 6, 7, 8, 9], 0, [0, 1, 2, 3])
+    steps.prefill(joined, 4)
+    steps.join(joined)
+    assert steps.run() == {0: text[:1]}
+    for width, num_joined in ((2, 2), (3, 3), (NODES, 3)):
+        steps.step.batch_rows.resize(0, width)
+        steps.prefill(sequence_of([11, 12, 13], 1, [4, 5]), 2)
+        assert steps.run() == {0: text[steps.step.number - 1 : steps.step.number]}
+        assert steps.num_joined == num_joined and len(RecordedGraphs.captured) == num_captured
 
 
 def test_prompts_without_room_in_a_step_have_a_pass_of_their_own(folder: Path, device: str) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from foretoken.models.batch import ForwardBatch
 from foretoken.models.device_batch import NARROW_BLOCKS, WIDE_BLOCKS, BatchShape, runs_of
 from foretoken.models.device_sizes import PassSizes
+from verifier_svc.overlap.sizes import ShapeRows
+from verifier_svc.speculation.candidate_shapes import MOST_LARGE_TREE_ROWS
 
 # Larger passes are bound by arithmetic: two of them take hardly longer than one.
 _MOST_ROWS = 2048
@@ -23,8 +27,8 @@ _MOST_PROMPTS = 8
 _LEAST_LONG_ROWS = 8
 # By the most blocks of a sequence: rows with logits. A pass computes logits for that many rows,
 # also where the step has fewer. Among long sequences there are fewer sizes, because there are
-# rarely many of them.
-_ROW_COUNTS = {NARROW_BLOCKS: (128, 256, 512, 768, 1024), WIDE_BLOCKS: (128, 512)}
+# rarely many of them: one for large trees, one for small ones (JoinedSizes.small_width).
+_ROW_COUNTS = {NARROW_BLOCKS: (128, 256, 512, 768, 1024), WIDE_BLOCKS: (MOST_LARGE_TREE_ROWS, 512)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +53,33 @@ class JoinedSizes:
         most: of any pass.
         max_batch_rows: batch rows of a step.
         max_width: a bound on the rows of one batch row.
+        small_width: the same, where a step has more rows than large trees may have together.
+            Attention's tiles are for this bound; larger ones take longer.
     """
 
     most: PassSizes
     max_batch_rows: int
     max_width: int
+    small_width: int
 
-    def of(self, num_rows: int, num_batch_rows: int, num_blocks: int, prompts: ForwardBatch) -> BatchShape | None:
+    def for_shapes(self, shapes: Items[ShapeRows], *, has_found: bool) -> JoinedSizes:
+        """Return the sizes for steps that draft in these shapes.
+
+        ``has_found``: whether some sequences may have trees from the host, which are of any size.
+        """
+        small = max((shape.most for shape in shapes if not shape.is_for_few), default=self.max_width)
+        return replace(self, small_width=self.max_width if has_found else min(small, self.max_width))
+
+    def of(
+        self, num_rows: int, num_batch_rows: int, num_blocks: int, most_width: int, prompts: ForwardBatch
+    ) -> BatchShape | None:
         """Return the smallest size that holds a step and these prompts.
 
         None: the prompts need a pass of their own.
 
         Args:
             num_rows, num_batch_rows, num_blocks: of the step.
+            most_width: most rows of one of its batch rows.
         """
         blocks = min(max(num_blocks, prompts.block_tables.shape[1]), self.most.blocks)
         width = next((width for width in _ROW_COUNTS if blocks <= width), None)
@@ -71,7 +89,8 @@ class JoinedSizes:
         if len(runs_of(prompts).seqs) > self._num_prompts or num_rows + prompts.num_rows > rows:
             return None
         sizes = (self._size(rows, count, width) for count in _ROW_COUNTS[width])
-        return next((size for size in sizes if size.wanted >= num_rows and size.seqs >= num_batch_rows), None)
+        step = num_rows, num_batch_rows, most_width
+        return next((size for size in sizes if all(map(operator.ge, size[1:4], step))), None)
 
     def all(self, *, is_long: bool) -> Iterator[BatchShape]:
         """Yield every size that ``of`` may return.
@@ -79,15 +98,14 @@ class JoinedSizes:
         ``is_long``: those with block tables wider than the narrowest.
         """
         width = WIDE_BLOCKS if is_long else NARROW_BLOCKS
-        seen = set()
-        for count in _ROW_COUNTS[width]:
-            rows = 0
+        for before, count in pairwise((0, *_ROW_COUNTS[width])):
+            if before >= self.most.wanted:
+                return
+            # The count before holds what has no more rows, unless batch rows that are free count.
+            rows = before if before >= self._num_batch_rows else 0
             while rows < self._rounded(_MOST_ROWS):
                 rows = self._rounded(rows + 1)
-                size = self._size(rows, count, width)
-                if size not in seen:
-                    seen.add(size)
-                    yield size
+                yield self._size(rows, count, width)
 
     def _rounded(self, rows: int) -> int:
         step = next((step for most, step in _ROW_STEPS if rows <= most), _ROW_STEPS[-1][1])
@@ -97,12 +115,16 @@ class JoinedSizes:
     def _num_prompts(self) -> int:
         return min(_MOST_PROMPTS, self.most.seqs)
 
+    @property
+    def _num_batch_rows(self) -> int:
+        return min(self.max_batch_rows, self.most.seqs)
+
     def _size(self, rows: int, count: int, width: int) -> BatchShape:
         return BatchShape(
             rows,
             min(count, rows, self.most.wanted),
-            min(count, self.max_batch_rows, self.most.seqs),
-            self.max_width,
+            min(count, self._num_batch_rows),
+            self.max_width if count <= MOST_LARGE_TREE_ROWS else self.small_width,
             min(width, self.most.blocks),
             self._num_prompts,
         )

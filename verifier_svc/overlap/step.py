@@ -75,8 +75,9 @@ class OverlappedStep:
         self._stages = StepStages(runner, walker, self._parts)
         # The stage whose rows were laid out last. None: the next step lays out its rows anew.
         self._stage: Stage | None = None
+        nodes = memory.layout.nodes
         # Prompts that wait for the next step's pass.
-        self._joined_sizes = JoinedSizes(runner.sizes, max_batch_rows, memory.layout.nodes)
+        self._joined_sizes = JoinedSizes(runner.sizes, max_batch_rows, nodes, nodes)
         self._waiting: WaitingPrompts | None = None
         self.in_flight = StepsInFlight(is_simulated=simulated is not None)
         self.number = 0
@@ -155,6 +156,7 @@ class OverlappedStep:
             stage = self._stages.of_rows(rows, seqs, width, blocks)
             if self._capture(stage, np.minimum(np.arange(len(stage.rows.row_starts), dtype=np.int32) * width, rows)):
                 yield
+        self._joined_sizes = self._joined_sizes.for_shapes(shapes, has_found=has_found)
         for size in self._joined_sizes.all(is_long=is_long):
             self._stages.captured_layers = captured_layers
             stage = self._stages.of_joined(size)
@@ -321,7 +323,8 @@ class OverlappedStep:
         """
         if needs.most_blocks == 0:
             return None
-        size = self._joined_sizes.of(needs.num_rows, self.batch_rows.last + 1, needs.most_blocks, prompts.batch)
+        num_batch_rows, width = self.batch_rows.last + 1, max(needs.widths)
+        size = self._joined_sizes.of(needs.num_rows, num_batch_rows, needs.most_blocks, width, prompts.batch)
         is_captured = size is not None and self._parts.has_pass(self._stages.joined_shape(size))
         return size if is_captured and not self._stages.have_moved else None
 
