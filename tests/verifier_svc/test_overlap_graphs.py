@@ -23,7 +23,7 @@ from verifier_svc.overlap.sizes import (
     rows_of_shapes,
     usual_sizes,
 )
-from verifier_svc.overlap.stage import StepShape
+from verifier_svc.overlap.stage import StepSize
 from verifier_svc.speculation.candidate_shapes import (
     MOST_LARGE_TREE_ROWS,
     SHARED_FROM,
@@ -35,11 +35,11 @@ from verifier_svc.speculation.candidate_shapes import (
 LAYERS = (2, 16)
 
 
-def size(rows: int, seqs: int, width: int = 8, blocks: int = 128) -> StepShape:
-    return StepShape(rows, seqs, width, blocks, LAYERS)
+def size(rows: int, seqs: int, width: int = 8, blocks: int = 128) -> StepSize:
+    return StepSize(rows, seqs, width, blocks, LAYERS)
 
 
-def captured(*sizes: StepShape) -> OverlapGraphs:
+def captured(*sizes: StepSize) -> OverlapGraphs:
     graphs = OverlapGraphs()
     for each in sizes:
         graphs.add(each)
@@ -124,7 +124,7 @@ def test_short_sequences_do_not_stay_in_wide_tables() -> None:
 
 
 def captured_usual(usual: Iterable[UsualSize], blocks: int = 1) -> OverlapGraphs:
-    return captured(*(StepShape(*captured_sizes(rows, seqs, width, blocks), LAYERS) for rows, seqs, width in usual))
+    return captured(*(StepSize(*captured_sizes(rows, seqs, width, blocks), LAYERS) for rows, seqs, width in usual))
 
 
 @pytest.mark.parametrize("max_batch_rows", [1, 7, 100, 256, 500])
@@ -161,11 +161,11 @@ def test_every_shape_of_a_choice_has_a_graph_however_the_batch_has_emptied(
         for count in filter(partial(suits, shape), range(1, max_batch_rows + 1)):
             for batch_rows in range(count, max_batch_rows + 1, 7):
                 if is_large_tree(shape) or batch_rows * shape.rows <= MAX_USUAL_ROWS:
-                    asked = size(count * shape.rows, batch_rows, shape.nodes, blocks)
-                    assert graphs.choose(asked), (shape, count, batch_rows)
+                    needed = size(count * shape.rows, batch_rows, shape.nodes, blocks)
+                    assert graphs.choose(needed), (shape, count, batch_rows)
                     # The host may have found a tree of any size for a sequence.
-                    asked = asked._replace(rows=min(asked.rows + 31, 32 * batch_rows, MAX_USUAL_ROWS), max_width=32)
-                    assert not has_found or graphs.choose(asked), (shape, count, batch_rows)
+                    needed = needed._replace(rows=min(needed.rows + 31, 32 * batch_rows, MAX_USUAL_ROWS), max_width=32)
+                    assert not has_found or graphs.choose(needed), (shape, count, batch_rows)
 
 
 def test_large_trees_get_no_graphs_for_batches_that_do_not_draft_them() -> None:

@@ -27,7 +27,7 @@ from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.overlap import joined_prompts
 from verifier_svc.overlap import parts as overlap_parts
 from verifier_svc.overlap.sizes import ShapeRows
-from verifier_svc.overlap.stage import StepShape
+from verifier_svc.overlap.stage import StepSize
 from verifier_svc.overlap.step import OverlappedStep
 from verifier_svc.sampling.allowed_tokens import TreeMasks
 from verifier_svc.sampling.device_walker import DeviceWalker
@@ -43,7 +43,7 @@ EMBEDDING = (0,)
 ROOT_ALONE = np.zeros(1, np.int32)
 # A size without a graph gets one after 8 steps.
 STEPS_BEFORE_A_CAPTURE = 9
-LARGEST = StepShape(16, BATCH_SLOTS, NODES, NUM_BLOCKS, EMBEDDING)
+LARGEST = StepSize(16, BATCH_SLOTS, NODES, NUM_BLOCKS, EMBEDDING)
 
 
 class Steps:
@@ -497,7 +497,7 @@ def test_long_sequences_and_their_prompts_have_graphs(
     steps.leave(0)
     assert steps.run() == {1: texts[1][1:2]}
     assert steps.num_joined == 2 and len(RecordedGraphs.captured) == num_captured
-    assert device != "cpu" or {shape.blocks for shape, _ in RecordedGraphs.captured} == {128, 200}
+    assert device != "cpu" or {size.blocks for size, _ in RecordedGraphs.captured} == {128, 200}
 
 
 def test_rows_of_small_trees_beside_prompts_have_tiles_of_their_own(
@@ -512,7 +512,7 @@ def test_rows_of_small_trees_beside_prompts_have_tiles_of_their_own(
     steps = Steps(folder, device, is_joined=True, shapes=[ShapeRows(3, 3), ShapeRows(NODES, NODES, is_for_few=True)])
     num_captured = len(RecordedGraphs.captured)
     if device == "cpu":
-        bounds = {(shape.rows, shape.max_width) for shape, _ in RecordedGraphs.captured if shape.pass_rows}
+        bounds = {(size.rows, size.max_width) for size, _ in RecordedGraphs.captured if size.pass_rows}
         assert bounds == {(2, NODES), (16, 3)}
     joined = sequence_of([5, 6, 7, 8, 9], 0, [0, 1, 2, 3])
     steps.prefill(joined, 4)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from foretoken.models.device_batch import NARROW_BLOCKS, captured_sizes
-from verifier_svc.overlap.stage import StepShape
+from verifier_svc.overlap.stage import StepSize
 
 # Spare rows after which a size gets its own graph. A capture takes some 100 ms, a row up to 20 us.
 _MOST_SPARE_ROWS = 5000
@@ -28,42 +28,42 @@ class OverlapGraphs:
     """The sizes that were captured. Only the engine thread uses it."""
 
     def __init__(self) -> None:
-        self._captured: set[StepShape] = set()
+        self._captured: set[StepSize] = set()
         # By the sizes that a graph of their own would have: the smallest captured one that holds
         # them, None if none does, and the spare rows of all their steps.
-        self._chosen: dict[StepShape, StepShape | None] = {}
-        self._spare_rows: dict[StepShape, float] = defaultdict(float)
+        self._chosen: dict[StepSize, StepSize | None] = {}
+        self._spare_rows: dict[StepSize, float] = defaultdict(float)
         # The size of the next steps, and the spare rows of each, as they count.
-        self._asked: StepShape | None = None
+        self._needed: StepSize | None = None
         self._num_spare = 0.0
 
-    def add(self, shape: StepShape) -> None:
+    def add(self, size: StepSize) -> None:
         """Note that a size was captured."""
-        if shape not in self._captured:
-            self._captured.add(shape)
+        if size not in self._captured:
+            self._captured.add(size)
             self._chosen.clear()
-            self._spare_rows.pop(_own(shape), None)
+            self._spare_rows.pop(_own(size), None)
 
     def clear(self) -> None:
         """Forget all graphs."""
         self._captured.clear()
         self._chosen.clear()
         self._spare_rows.clear()
-        self._asked, self._num_spare = None, 0.0
+        self._needed, self._num_spare = None, 0.0
 
-    def choose(self, asked: StepShape) -> StepShape | None:
+    def choose(self, needed: StepSize) -> StepSize | None:
         """Return the smallest captured size that holds the next steps, which are of this size.
 
         None: there is none, or its spare rows have cost more than a capture, so ``is_due``.
         """
-        own = self._asked = _own(asked)
+        own = self._needed = _own(needed)
         self._num_spare = 0.0
         if self.is_due:
             return None
         if own not in self._chosen:
-            holding = [shape for shape in self._captured if _holds(shape, asked)]
+            holding = [size for size in self._captured if _holds(size, needed)]
             # Attention is slower with wider block tables.
-            self._chosen[own] = min(holding, key=lambda shape: (shape.blocks, *shape[:3]), default=None)
+            self._chosen[own] = min(holding, key=lambda size: (size.blocks, *size[:3]), default=None)
         chosen = self._chosen[own]
         if chosen is not None:
             num_spare = max(chosen.rows - own.rows, 0)
@@ -73,9 +73,9 @@ class OverlapGraphs:
         return chosen
 
     def count_step(self) -> None:
-        """Count a step of the size that was asked for last."""
-        if self._asked is not None and self._num_spare:
-            self._spare_rows[self._asked] += self._num_spare
+        """Count a step of the size that was needed last."""
+        if self._needed is not None and self._num_spare:
+            self._spare_rows[self._needed] += self._num_spare
 
     @property
     def is_wasteful(self) -> bool:
@@ -84,22 +84,22 @@ class OverlapGraphs:
 
     @property
     def is_due(self) -> bool:
-        """Return whether the size that was asked for last should get its own graph."""
-        return self._asked is not None and self._spare_rows[self._asked] > _MOST_SPARE_ROWS
+        """Return whether the size that was needed last should get its own graph."""
+        return self._needed is not None and self._spare_rows[self._needed] > _MOST_SPARE_ROWS
 
 
-def _own(asked: StepShape) -> StepShape:
+def _own(needed: StepSize) -> StepSize:
     """Return the size that a graph for these steps alone would have."""
-    rows, seqs, max_width, blocks = captured_sizes(*asked[:4])
-    return asked._replace(rows=rows, seqs=seqs, max_width=max_width, blocks=blocks)
+    rows, seqs, max_width, blocks = captured_sizes(*needed[:4])
+    return needed._replace(rows=rows, seqs=seqs, max_width=max_width, blocks=blocks)
 
 
-def _holds(shape: StepShape, asked: StepShape) -> bool:
+def _holds(size: StepSize, needed: StepSize) -> bool:
     """Return whether a graph of one size can run steps of another."""
     return (
-        shape.rows >= asked.rows
-        and shape.seqs >= asked.seqs
-        and shape.max_width >= asked.max_width
-        and shape.blocks >= asked.blocks
-        and shape.captured_layers == asked.captured_layers
+        size.rows >= needed.rows
+        and size.seqs >= needed.seqs
+        and size.max_width >= needed.max_width
+        and size.blocks >= needed.blocks
+        and size.captured_layers == needed.captured_layers
     )

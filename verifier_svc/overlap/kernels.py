@@ -82,7 +82,7 @@ class OverlapKernels:
             stage.rows.row_starts,
             stage.walk.asked.device["row_starts"],
             num_rows=num_rows,
-            max_width=stage.shape.max_width,
+            max_width=stage.size.max_width,
         )
         self.lay_out(stage)
 
@@ -97,13 +97,13 @@ class OverlapKernels:
             block_size=self._runner.block_size,
             num_kv_slots=self._runner.num_blocks * self._runner.block_size,
             vocab_size=self._runner.config.vocab_size,
-            max_width=stage.shape.max_width,
+            max_width=stage.size.max_width,
             max_depth=self._memory.layout.tokens - 1,
         )
 
     def conclude(self, stage: Stage, masks: SentMasks | None = None) -> None:
         """Sample, walk the trees, and bring batch rows, cache and results up to date."""
-        walk, max_width = stage.walk.result, stage.shape.max_width
+        walk, max_width = stage.walk.result, stage.size.max_width
         self._walker.sample_and_walk(stage.walk, stage.target_pass.logits, masks)
         if self._simulated is not None:
             force_walk(stage.rows, walk, self._owed, self._simulated, max_width)

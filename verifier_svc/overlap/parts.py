@@ -10,7 +10,7 @@ from foretoken.models.device_graph import DeviceGraphs
 from verifier_svc.overlap.graphs import OverlapGraphs
 from verifier_svc.overlap.kernels import OverlapKernels
 from verifier_svc.overlap.sizes import MAX_USUAL_ROWS
-from verifier_svc.overlap.stage import Stage, StepShape
+from verifier_svc.overlap.stage import Stage, StepSize
 from verifier_svc.speculation.candidate_shapes import SHARED_FROM
 
 # Steps of other sizes before their graph is captured while requests wait. Where a batch shrinks or
@@ -51,39 +51,39 @@ class StepParts:
         self._graphs.clear()
         self.sizes.clear()
 
-    def has_pass(self, shape: StepShape) -> bool:
-        """Return whether a graph runs the pass of this shape, or no pass has one."""
-        return not self._graphs.lacks((shape, StepPart.PASS))
+    def has_pass(self, size: StepSize) -> bool:
+        """Return whether a graph runs the pass of this size, or no pass has one."""
+        return not self._graphs.lacks((size, StepPart.PASS))
 
-    def missing(self, shape: StepShape) -> list[StepPart]:
-        """Return the parts of this shape that ``capture`` would capture."""
-        return [part for part in _parts(shape) if _has_graph(part, shape) and self._graphs.lacks((shape, part))]
+    def missing(self, size: StepSize) -> list[StepPart]:
+        """Return the parts of this size that ``capture`` would capture."""
+        return [part for part in _parts(size) if _has_graph(part, size) and self._graphs.lacks((size, part))]
 
     def capture(self, stage: Stage, num_rows: int) -> None:
         """Capture a stage's missing parts, and launch those that have no graph to compile kernels.
 
         ``num_rows``: rows of all trees.
         """
-        shape = stage.shape
-        missing = self.missing(shape)
-        for part in _parts(shape):
+        size = stage.size
+        missing = self.missing(size)
+        for part in _parts(size):
             launch = self._launch_of(part, stage, num_rows)
             if part in missing:
-                self._graphs.capture((shape, part), launch)
-            elif not _has_graph(part, shape):
+                self._graphs.capture((size, part), launch)
+            elif not _has_graph(part, size):
                 launch()
-        if not shape.pass_rows:
-            self.sizes.add(shape)
+        if not size.pass_rows:
+            self.sizes.add(size)
 
     def run(self, stage: Stage, part: StepPart, num_rows: int) -> None:
         """Launch a part of a step. ``num_rows``: rows of all trees."""
-        shape, launch = stage.shape, self._launch_of(part, stage, num_rows)
-        if shape.rows > MAX_USUAL_ROWS or not _has_graph(part, shape):
+        size, launch = stage.size, self._launch_of(part, stage, num_rows)
+        if size.rows > MAX_USUAL_ROWS or not _has_graph(part, size):
             # Many rows keep the GPU busy for longer than the host takes to launch them.
             launch()
             return
-        key = shape, part
-        if shape.pass_rows:
+        key = size, part
+        if size.pass_rows:
             self._graphs.run(key, launch)
             return
         if self.sizes.is_due and self._graphs.lacks(key):
@@ -91,7 +91,7 @@ class StepParts:
         else:
             self._graphs.run(key, launch)
         if part == StepPart.PASS and self._graphs.enabled and not self._graphs.lacks(key):
-            self.sizes.add(shape)
+            self.sizes.add(size)
 
     def _launch_of(self, part: StepPart, stage: Stage, num_rows: int) -> Callable[[], None]:
         """Return what launches the kernels of a part; a graph captures this."""
@@ -100,18 +100,18 @@ class StepParts:
             return partial(kernels.lay_out, stage)
         if part == StepPart.SHARE_OUT:
             # After the rows that are shared there may be prompts.
-            return partial(kernels.share_out, stage, num_rows if stage.shape.pass_rows else stage.shape.rows)
+            return partial(kernels.share_out, stage, num_rows if stage.size.pass_rows else stage.size.rows)
         if part == StepPart.PASS:
             return stage.target_pass.launch
         return partial(kernels.conclude, stage)
 
 
-def _parts(shape: StepShape) -> list[StepPart]:
-    """Return the parts that steps of this shape may have."""
-    shares = shape.seqs >= SHARED_FROM and shape.max_width > 1
+def _parts(size: StepSize) -> list[StepPart]:
+    """Return the parts that steps of this size may have."""
+    shares = size.seqs >= SHARED_FROM and size.max_width > 1
     return [part for part in StepPart if part != StepPart.SHARE_OUT or shares]
 
 
-def _has_graph(part: StepPart, shape: StepShape) -> bool:
+def _has_graph(part: StepPart, size: StepSize) -> bool:
     """Return whether a graph can run a part. Beside prompts each step lays out other rows."""
-    return not shape.pass_rows or part in (StepPart.PASS, StepPart.CONCLUDE)
+    return not size.pass_rows or part in (StepPart.PASS, StepPart.CONCLUDE)

@@ -51,7 +51,7 @@ from verifier_svc.lifecycle import Lifecycle
 from verifier_svc.overlap.blocks import OverlapBlocks
 from verifier_svc.overlap.step_walks import StepWalks
 from verifier_svc.overlap.times import OverlapTimes, StepFacts
-from verifier_svc.overlap.tree_request import Asked, TreeRequest
+from verifier_svc.overlap.tree_request import PostedRequest, TreeRequest
 from verifier_svc.overlap.wait import POLL_S, OverlapWait
 from verifier_svc.sampling.allowed_tokens import ENDED
 from verifier_svc.scheduling.batch import Scheduled, build_batch
@@ -125,13 +125,13 @@ class OverlappedRun:
                 is_ending = not (self._request_trees(engine) and self._plan(engine))
             is_ending |= not self._bind()
             if self._has_work() and (not is_ending or self._trees.is_awaited):
-                asked = self._post()
+                posted = self._post()
                 num_prompt_rows = self._prefill(is_ending=is_ending)
                 self._prepare_lookups(num_prompt_rows)
                 # All of that overlaps with the step in flight, whose tokens look-ups need.
                 is_sound = self._read_for_lookups()
                 # Prompts wait for this step, so it is launched whether or not the drafter is there.
-                is_ending |= not (self._launch(asked, num_prompt_rows, is_ending=is_ending) and is_sound)
+                is_ending |= not (self._launch(posted, num_prompt_rows, is_ending=is_ending) and is_sound)
             if not step.in_flight:
                 break
             if is_ending or len(step.in_flight) == MAX_IN_FLIGHT or not self._has_work():
@@ -171,7 +171,7 @@ class OverlappedRun:
                 return False
             return not self._has_work() or self._trees.choose(len(self._scheduler.running))
 
-    def _post(self) -> Asked:
+    def _post(self) -> PostedRequest:
         """Request the trees after the last step, unless that was done."""
         return self._trees.post(self._step.number, self._launched, self._prompt_start)
 
@@ -245,7 +245,7 @@ class OverlappedRun:
         self._free_batch_rows()
         return is_sound
 
-    def _launch(self, asked: Asked, num_prompt_rows: int, *, is_ending: bool) -> bool:
+    def _launch(self, posted: PostedRequest, num_prompt_rows: int, *, is_ending: bool) -> bool:
         """Give out batch rows unless the run is about to end, look up, and launch the next step.
 
         Return False if there is nothing to do.
@@ -266,11 +266,11 @@ class OverlappedRun:
             self._lacks_blocks = True
             return False
         with phase("lookup"):
-            is_drafted = asked.is_drafted and not self._wait.is_lost
+            is_drafted = posted.is_drafted and not self._wait.is_lost
             found = {} if step.in_flight else self._lookups.find(self._launched, is_drafted=is_drafted)
         is_late = self._times.num_read > 0 and not step.in_flight
         with phase("launch"):
-            has_joined = step.launch(is_drafted=asked.is_drafted, found=found)
+            has_joined = step.launch(is_drafted=posted.is_drafted, found=found)
         gap_s = self._times.observe_launch(is_late=is_late)
         if is_late:
             self._lookups.observe_gap(gap_s)
@@ -290,7 +290,7 @@ class OverlappedRun:
                 num_prompt_rows=num_prompt_rows,
                 has_joined=has_joined,
                 is_timed=self._times.is_typical and (drafting.drafter is None or self._requests.is_for_all),
-                kind=asked.kind,
+                kind=posted.kind,
                 launched_at=self._times.launched_at,
                 gap_s=gap_s,
                 passed_over=self._lookups.take_passed_over(),

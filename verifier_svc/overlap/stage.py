@@ -16,7 +16,7 @@ from verifier_svc.sampling.device_walker import WalkStage
 _TABLES_IN_FLIGHT = 4
 
 
-class StepShape(NamedTuple):
+class StepSize(NamedTuple):
     """The sizes that a step's graph is captured for.
 
     Attributes:
@@ -32,10 +32,10 @@ class StepShape(NamedTuple):
 
 
 class Stage:
-    """The buffers of one shape."""
+    """The buffers of steps of one size."""
 
-    def __init__(self, shape: StepShape, target_pass: OverlapPass, walk: WalkStage) -> None:
-        self.shape, self.target_pass, self.walk = shape, target_pass, walk
+    def __init__(self, size: StepSize, target_pass: OverlapPass, walk: WalkStage) -> None:
+        self.size, self.target_pass, self.walk = size, target_pass, walk
         arrays, asked, wanted = target_pass.batch.arrays, walk.asked.device, target_pass.batch.shape.wanted
         # Rows of prompts come after the trees' rows and have no logits.
         self.rows = StepRows(
@@ -65,7 +65,7 @@ class Stage:
     def fill_walk(self, row_starts: np.ndarray, batch_slots: list[int]) -> None:
         """Fill the walk's input where no kernel writes it. Padding rows belong to no sequence.
 
-        ``batch_slots``: of the sequences, at most one for each sequence of the shape.
+        ``batch_slots``: of the sequences, at most one for each sequence of the size.
         """
         asked = self.walk.asked
         asked.wait()

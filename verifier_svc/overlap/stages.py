@@ -6,7 +6,7 @@ from foretoken.models.device_batch import BatchShape
 from foretoken.models.device_llama import OverlapPass
 from verifier_svc.model.device_runner import DeviceRunner
 from verifier_svc.overlap.parts import StepParts
-from verifier_svc.overlap.stage import Stage, StepShape
+from verifier_svc.overlap.stage import Stage, StepSize
 from verifier_svc.sampling.device_walker import DeviceWalker
 from verifier_svc.scheduling.batch_row import MAX_IN_FLIGHT
 
@@ -21,7 +21,7 @@ class StepStages:
     def __init__(self, runner: DeviceRunner, walker: DeviceWalker, parts: StepParts) -> None:
         self._runner, self._walker, self._parts = runner, walker, parts
         self.captured_layers: tuple[int, ...] = ()
-        self._stages: dict[StepShape, Stage] = {}
+        self._stages: dict[StepSize, Stage] = {}
         # The generation of the pass's buffers that stages and graphs use.
         self._generation = -1
 
@@ -34,24 +34,26 @@ class StepStages:
         """Return the stage of a step without prompts."""
         target_pass = self._runner.overlap_pass(self.captured_layers, rows, seqs, max_width, blocks)
         batch = target_pass.batch.shape
-        shape = StepShape(batch.rows, batch.seqs, batch.max_seq_rows, batch.blocks, self.captured_layers)
-        return self._of(shape, target_pass)
+        size = StepSize(batch.rows, batch.seqs, batch.max_seq_rows, batch.blocks, self.captured_layers)
+        return self._of(size, target_pass)
 
-    def of_joined(self, size: BatchShape) -> Stage:
+    def of_joined(self, joined: BatchShape) -> Stage:
         """Return the stage of a step whose pass computes prompts."""
-        return self._of(self.joined_shape(size), self._runner.joined_pass(self.captured_layers, size))
+        return self._of(self.joined_size(joined), self._runner.joined_pass(self.captured_layers, joined))
 
-    def joined_shape(self, size: BatchShape) -> StepShape:
-        """Return the shape of a step whose pass computes prompts."""
-        return StepShape(size.wanted, size.seqs, size.max_seq_rows, size.blocks, self.captured_layers, size.rows)
+    def joined_size(self, joined: BatchShape) -> StepSize:
+        """Return the size of a step whose pass computes prompts."""
+        return StepSize(
+            joined.wanted, joined.seqs, joined.max_seq_rows, joined.blocks, self.captured_layers, joined.rows
+        )
 
-    def _of(self, shape: StepShape, target_pass: OverlapPass) -> Stage:
+    def _of(self, size: StepSize, target_pass: OverlapPass) -> Stage:
         if target_pass.generation != self._generation:
             self._stages.clear()
             self._parts.clear()
             self._generation = target_pass.generation
-        stage = self._stages.get(shape)
+        stage = self._stages.get(size)
         if stage is None:
-            walk = self._walker.new_stage(shape.rows, shape.seqs, MAX_IN_FLIGHT + 1)
-            stage = self._stages[shape] = Stage(shape, target_pass, walk)
+            walk = self._walker.new_stage(size.rows, size.seqs, MAX_IN_FLIGHT + 1)
+            stage = self._stages[size] = Stage(size, target_pass, walk)
         return stage

@@ -29,7 +29,7 @@ from verifier_svc.overlap.joined_prompts import JoinedSizes, WaitingPrompts
 from verifier_svc.overlap.kernels import OverlapKernels
 from verifier_svc.overlap.parts import StepPart, StepParts
 from verifier_svc.overlap.sizes import ShapeRows, long_sizes, prompt_passes, usual_sizes
-from verifier_svc.overlap.stage import Stage, StepShape
+from verifier_svc.overlap.stage import Stage, StepSize
 from verifier_svc.overlap.stages import StepStages
 from verifier_svc.sampling.allowed_tokens import TreeMasks
 from verifier_svc.sampling.device_walker import DeviceWalker
@@ -114,13 +114,13 @@ class OverlappedStep:
         self._stages.captured_layers = captured_layers
         nodes = self.memory.layout.nodes
         stage = self._stages.of_rows(nodes, 1, nodes, 1)
-        starts = np.full(stage.shape.seqs + 1, nodes, np.int32)
+        starts = np.full(stage.size.seqs + 1, nodes, np.int32)
         starts[0] = 0
         self._clear(stage, starts)
         self.batch_rows.compile()
         self._kernels.lay_out(stage)
         self._kernels.conclude(stage)
-        self._kernels.conclude(stage, self._walker.masks.send(stage.shape.rows, []))
+        self._kernels.conclude(stage, self._walker.masks.send(stage.size.rows, []))
         self._stage = None
 
     @property
@@ -166,7 +166,7 @@ class OverlappedStep:
     def _capture(self, stage: Stage, starts: np.ndarray) -> bool:
         """Capture a stage's graphs with empty batch rows. Return False if it has them all."""
         self._stage = None
-        if not self._parts.missing(stage.shape):
+        if not self._parts.missing(stage.size):
             return False
         self._clear(stage, starts)
         self._parts.capture(stage, self.batch_rows.divided.num_rows)
@@ -175,7 +175,7 @@ class OverlappedStep:
     def _clear(self, stage: Stage, row_starts: np.ndarray, prompts: ForwardBatch | None = None) -> None:
         """Fill a stage's input where no kernel writes it."""
         stage.target_pass.batch.clear(row_starts, prompts)
-        stage.fill_walk(row_starts, self.batch_rows.batch_slots(stage.shape.seqs))
+        stage.fill_walk(row_starts, self.batch_rows.batch_slots(stage.size.seqs))
 
     def prefill(self, batch: ForwardBatch, parts: Items[tuple[int, int]]) -> int:
         """Let the next step's pass compute prompt tokens, without logits.
@@ -266,7 +266,7 @@ class OverlappedStep:
         stage = launched.stage
         assert stage is not None
         starts = stage.starts.values()
-        sent = self._walker.masks.send(stage.shape.rows, [(int(starts[index]), each) for index, each in masks.items()])
+        sent = self._walker.masks.send(stage.size.rows, [(int(starts[index]), each) for index, each in masks.items()])
         # A few kernels, launched while the pass runs: a graph would save nothing, and its capture
         # halts every stream.
         self._kernels.conclude(stage, sent)
@@ -310,10 +310,10 @@ class OverlappedStep:
         if needs.most_blocks == 0:
             return None
         is_kept = batch_rows.are_laid_out_for(needs) and not self.sizes.is_wasteful
-        if not is_kept or stage is None or needs.most_blocks > stage.shape.blocks or self._stages.have_moved:
+        if not is_kept or stage is None or needs.most_blocks > stage.size.blocks or self._stages.have_moved:
             return self._lay_out_rows(needs)
         if needs.has_new_blocks:
-            batch_rows.send_tables(stage.tables, stage.shape.seqs, stage.shape.blocks)
+            batch_rows.send_tables(stage.tables, stage.size.seqs, stage.size.blocks)
         return stage
 
     def _joined_size(self, needs: BatchRowNeeds, prompts: WaitingPrompts) -> BatchShape | None:
@@ -325,7 +325,7 @@ class OverlappedStep:
             return None
         num_batch_rows, width = self.batch_rows.last + 1, max(needs.widths)
         size = self._joined_sizes.of(needs.num_rows, num_batch_rows, needs.most_blocks, width, prompts.batch)
-        is_captured = size is not None and self._parts.has_pass(self._stages.joined_shape(size))
+        is_captured = size is not None and self._parts.has_pass(self._stages.joined_size(size))
         return size if is_captured and not self._stages.have_moved else None
 
     def _lay_out_rows(
@@ -349,13 +349,13 @@ class OverlappedStep:
         )
         most = self.memory.layout.nodes if is_wide else max(widths)
         if joined_size is None:
-            asked = StepShape(num_rows, last + 1, most, needs.most_blocks, self._stages.captured_layers)
-            size = self.sizes.choose(asked) or asked
+            needed = StepSize(num_rows, last + 1, most, needs.most_blocks, self._stages.captured_layers)
+            size = self.sizes.choose(needed) or needed
             stage = self._stages.of_rows(*size[:4])
         else:
             stage = self._stages.of_joined(joined_size)
         self._stage = stage
-        starts = np.full(stage.shape.seqs + 1, num_rows, np.int32)
+        starts = np.full(stage.size.seqs + 1, num_rows, np.int32)
         # Where rows are shared, a kernel divides them in each step.
         starts[: last + 1] = np.minimum(np.cumsum([0, *widths[:-1]]), num_rows)
         self._clear(stage, starts, prompts)
@@ -366,7 +366,7 @@ class OverlappedStep:
             stage.widths.send()
         self._walker.send_rules(batch_rows.joined)
         batch_rows.send_joined(self.number)
-        batch_rows.send_tables(stage.tables, stage.shape.seqs, stage.shape.blocks, is_new=True)
+        batch_rows.send_tables(stage.tables, stage.size.seqs, stage.size.blocks, is_new=True)
         batch_rows.mark_laid_out()
         return stage
 

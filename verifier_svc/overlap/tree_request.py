@@ -17,7 +17,7 @@ from verifier_svc.speculation.overlap_policy import OverlapPolicy
 from verifier_svc.speculation.overlap_requests import OverlapRequests
 
 
-class Asked(NamedTuple):
+class PostedRequest(NamedTuple):
     """A request for trees. ``is_drafted``: whether a drafter got one.
 
     ``kind``: of the step, for deadlines.
@@ -48,7 +48,7 @@ class TreeRequest:
         # The sequences for which the shape was chosen; more may join before the launch.
         self._num_chosen_for = 0
         # None: not requested yet.
-        self._asked: Asked | None = None
+        self._posted: PostedRequest | None = None
 
     def choose(self, num_running: int) -> bool:
         """Choose the shape for so many sequences, unless that was done, and reserve blocks.
@@ -64,7 +64,7 @@ class TreeRequest:
         self.lacks_blocks = not self._is_chosen
         return self._is_chosen
 
-    def post(self, step: int, launched: tuple[BatchRow | None, ...] | None, prompt_start: int) -> Asked:
+    def post(self, step: int, launched: tuple[BatchRow | None, ...] | None, prompt_start: int) -> PostedRequest:
         """Request the trees after a step, unless that was done.
 
         Args:
@@ -72,14 +72,14 @@ class TreeRequest:
             launched: its batch rows; None if there is no such step in this run.
             prompt_start: where its prompts' hidden states begin.
         """
-        if self._asked is None:
+        if self._posted is None:
             num_sequences = sum(batch_row is not None for batch_row in launched or ())
             kind = self._drafting.shape, seq_bucket(max(num_sequences, 1)), self._requests.has_prompts
             if launched is not None:
                 with self._counters.phase("draft_post"):
                     self._requests.post(step, launched, prompt_start)
-            self._asked = Asked(self._drafting.drafter is not None and launched is not None, kind)
-        return self._asked
+            self._posted = PostedRequest(self._drafting.drafter is not None and launched is not None, kind)
+        return self._posted
 
     @property
     def is_awaited(self) -> bool:
@@ -88,7 +88,7 @@ class TreeRequest:
         The run's last request, after that step, tells the drafter that the run ends. Its answer
         says that it reads the shared memory no more.
         """
-        return self._asked is not None and self._asked.is_drafted and self._drafting.is_current
+        return self._posted is not None and self._posted.is_drafted and self._drafting.is_current
 
     def suits(self, num_batch_rows: int) -> bool:
         """Return whether so many batch rows may have trees of the chosen shape.
@@ -100,4 +100,4 @@ class TreeRequest:
 
     def begin_next(self) -> None:
         """Begin with the trees after the step that is launched now."""
-        self._is_chosen, self._asked = False, None
+        self._is_chosen, self._posted = False, None
