@@ -15,6 +15,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Take the modules and thousands of tests out of the garbage collector's searches."""
+    """Make Triton's interpreter faster if a test has loaded it.
+
+    Take the modules and thousands of tests out of the garbage collector's searches.
+    """
+    if not HAS_GPU and "triton.runtime.interpreter" in sys.modules:
+        from tests.support.fast_interpreter import make_faster
+
+        make_faster()
     gc.freeze()
     gc.enable()
 
