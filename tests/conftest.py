@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ hypothesis.settings.load_profile("untimed")
 HANG_FACTOR = 1.1
 TIMEOUT_S = pytest.StashKey[float]()
 STDERR = pytest.StashKey[int]()
+BEGUN_AT = pytest.StashKey[float]()
 
 
 class Loggers(dict[str, Any]):
@@ -58,6 +60,14 @@ class Loggers(dict[str, Any]):
         return self.copy().values()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what --start-within leaves no time for, before its fixtures start anything."""
+    limit_s = item.config.getoption("--start-within")
+    if limit_s is not None and time.monotonic() - item.config.stash[BEGUN_AT] > limit_s:
+        pytest.skip(f"its turn came after the {limit_s:.0f} s of --start-within")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the stderr that pytest was started with: captured text is lost when the process ends.
 
@@ -68,6 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
     manager = logging.root.manager
     manager.loggerDict = Loggers(manager.loggerDict)
     config.stash[STDERR] = os.dup(2)
+    config.stash[BEGUN_AT] = time.monotonic()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -187,6 +198,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--ray-minutes", type=float, default=0, help="six verifiers on three nodes, of which one dies every 2 minutes"
     )
     parser.addoption("--kubernetes", action="store_true", help="run the tests that need Helm's engine and Envoy")
+    parser.addoption("--start-within", type=float, help="skip tests whose turn comes after so many seconds")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
