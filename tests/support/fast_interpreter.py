@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -59,8 +60,7 @@ def _once_for_each_name(find: Callable[[core.dtype], Any]) -> Callable[[core.dty
 @functools.cache
 def _sizes(shape: tuple[int, ...]) -> tuple[core.tuple, core.constexpr]:
     """Return a tensor's shape and its number of elements, as kernels read them."""
-    numel = functools.reduce(int.__mul__, shape, 1)
-    return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(numel)
+    return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(math.prod(shape))
 
 
 def _init_tensor(self: core.tensor, handle: Any, type: core.dtype) -> None:
