@@ -258,12 +258,14 @@ class DevicePass:
         if planned is not None:
             planned.attend(attention.plane, query, out)
             return
-        runs: list[DeviceArrays | PromptArrays] = [arrays]
+        # Rows of trees come first: fewer rows leave attention room for more splits.
+        num_wanted = len(arrays.logit_rows) if arrays.prompts is not None else rows
+        runs: list[tuple[DeviceArrays | PromptArrays, int]] = [(arrays, num_wanted)]
         if arrays.prompts is not None and operation.rows != kernel.WANTED:
-            runs.append(arrays.prompts)
-        for each in runs:
+            runs.append((arrays.prompts, rows))
+        for each, num_rows in runs:
             self._attention(
-                query,
+                query[:num_rows],
                 keys,
                 values,
                 each.row_starts,

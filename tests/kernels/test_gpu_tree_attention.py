@@ -189,18 +189,21 @@ def test_a_tile_is_the_largest_that_keeps_a_gpu_busy(heads: Heads) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "warps", "most_keys", "splits"),
+    ("rows", "max_seq_rows", "warps", "most_keys", "splits"),
     [
-        (1, 32, 32768, 32),
-        (1, 32, 2048, 8),  # each split has at least 256 keys
-        (32, 256, 32768, 4),  # they run side by side on the GPU
-        (512, 1024, 32768, 1),
-        (300, 32, 32768, 6),  # the workspace has no room for more
-        (1, 32, 255, 1),
+        (1, 1, 32, 32768, 32),
+        (1, 1, 32, 2048, 8),  # each split has at least 256 keys
+        (32, 1, 128, 32768, 8),  # they run side by side on the GPU
+        (512, 1, 1024, 2560, 1),
+        (512, 64, 8192, 2561, 4),  # a longer table has four, even if they do not
+        (512, 65, 8192, 2561, 1),  # except for prompts
+        (300, 1, 32, 32768, 6),  # the workspace has no room for more
+        (1, 1, 32, 255, 1),
     ],
 )
-def test_splits_are_as_many_as_pay(rows: int, warps: int, most_keys: int, splits: int) -> None:
-    assert attention._num_splits(rows, warps, most_keys, attention_workspace(512, 1, 1, 16, "cpu", 32)) == splits
+def test_splits_are_as_many_as_pay(rows: int, max_seq_rows: int, warps: int, most_keys: int, splits: int) -> None:
+    workspace = attention_workspace(512, 1, 1, 16, "cpu", 32)
+    assert attention._num_splits(rows, max_seq_rows, warps, most_keys, workspace) == splits
 
 
 COMPILE = """

@@ -65,14 +65,20 @@ def test_a_long_sequence_in_the_step_or_a_long_prompt_needs_wide_tables(num_rows
     assert LARGE.of(num_rows, 7, 129, 8, short) is None, "a few long sequences would wait for long"
 
 
-@pytest.mark.parametrize("num_blocks", [128, 129])
-def test_many_rows_are_in_small_trees(num_blocks: int) -> None:
+def test_many_rows_are_in_small_trees() -> None:
     """Attention's tiles are for the bound on a tree's rows. Large trees have at most 256 rows together."""
-    large, small = (LARGE.of(rows, 16, num_blocks, 8, prompts(300)) for rows in (256, 257))
+    large, small = (LARGE.of(rows, 16, 128, 8, prompts(300)) for rows in (256, 257))
     assert large is not None and large.max_seq_rows == 32
     assert small is not None and small.max_seq_rows == 8
-    assert LARGE.of(256, 16, num_blocks, 32, prompts(300)) == large
-    assert LARGE.of(257, 16, num_blocks, 32, prompts(300)) is None
+    assert LARGE.of(256, 16, 128, 32, prompts(300)) == large
+    assert LARGE.of(257, 16, 128, 32, prompts(300)) is None
+
+
+def test_a_large_tree_beside_a_long_sequence_leaves_prompts_a_pass_of_their_own() -> None:
+    """Otherwise attention would have tiles for large trees in all steps with a long sequence."""
+    small = LARGE.of(256, 16, 129, 8, prompts(300))
+    assert small is not None and small.max_seq_rows == 8
+    assert LARGE.of(256, 16, 129, 9, prompts(300)) is None
 
 
 def test_the_bound_is_that_of_the_shapes_in_which_steps_draft() -> None:
@@ -87,6 +93,7 @@ def test_the_bound_is_that_of_the_shapes_in_which_steps_draft() -> None:
         sizes = LARGE.for_shapes(shapes, has_found=has_found)
         widths = {size.wanted: size.max_seq_rows for size in sizes.all(is_long=False) if size.rows == 2048}
         assert widths[256] == 32 and widths[512] == widths[1024] == width
+        assert {size.max_seq_rows for size in sizes.all(is_long=True)} == {width}
 
 
 def test_every_size_is_the_smallest_for_some_step() -> None:

@@ -27,8 +27,8 @@ _MOST_PROMPTS = 8
 _LEAST_LONG_ROWS = 8
 # By the most blocks of a sequence: rows with logits. A pass computes logits for that many rows,
 # also where the step has fewer. Among long sequences there are fewer sizes, because there are
-# rarely many of them: one for large trees, one for small ones (JoinedSizes.small_width).
-_ROW_COUNTS = {NARROW_BLOCKS: (128, 256, 512, 768, 1024), WIDE_BLOCKS: (MOST_LARGE_TREE_ROWS, 512)}
+# rarely many of them.
+_ROW_COUNTS = {NARROW_BLOCKS: (128, 256, 512, 768, 1024), WIDE_BLOCKS: (256, 512)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class JoinedSizes:
         most: of any pass.
         max_batch_rows: batch rows of a step.
         max_width: a bound on the rows of one batch row.
-        small_width: the same, where a step has more rows than large trees may have together.
-            Attention's tiles are for this bound; larger ones take longer.
+        small_width: the same, where a step has a long sequence or more rows than large trees may
+            have together. Attention's tiles are for this bound; larger ones take longer.
     """
 
     most: PassSizes
@@ -124,7 +124,7 @@ class JoinedSizes:
             rows,
             min(count, rows, self.most.wanted),
             min(count, self._num_batch_rows),
-            self.max_width if count <= MOST_LARGE_TREE_ROWS else self.small_width,
+            self.max_width if width == NARROW_BLOCKS and count <= MOST_LARGE_TREE_ROWS else self.small_width,
             min(width, self.most.blocks),
             self._num_prompts,
         )

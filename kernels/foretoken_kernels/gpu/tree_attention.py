@@ -38,6 +38,9 @@ _LEAST_KEYS = 256
 # 320 keys, nothing at 1,500, and loses 5% at 4,096. The limit is 2,048 tokens plus the tree's own
 # blocks and bits.
 _ONE_LOOP_KEYS = 2560
+# Programs that may share the keys of a tree in a longer table, even if they are too many to run side
+# by side. Otherwise the sequences whose programs begin last keep most multiprocessors waiting.
+_LONG_SPLITS = 4
 # Most rows of one sequence that may be a tree; more rows are a prompt's.
 _MOST_TREE_ROWS = 64
 # Elements of partial sums that a program loads at a time while it adds them up.
@@ -129,14 +132,16 @@ def _tile(
     return _Tile(rows, 64, num_warps, 5 if rows * heads == 128 else 3)
 
 
-def _num_splits(rows: int, warps: int, most_keys: int, workspace: Workspace) -> int:
+def _num_splits(rows: int, max_seq_rows: int, warps: int, most_keys: int, workspace: Workspace) -> int:
     """Return how many programs may share the keys of a tile.
 
     Args:
         warps: warps of a launch without splits.
     """
     most, split_rows = workspace.sums.shape[:2]
-    return max(min(most, _WARPS // warps, most_keys // _LEAST_KEYS, most * split_rows // rows), 1)
+    is_long_tree = most_keys > _ONE_LOOP_KEYS and max_seq_rows <= _MOST_TREE_ROWS
+    side_by_side = max(_WARPS // warps, _LONG_SPLITS if is_long_tree else 1)
+    return max(min(most, side_by_side, most_keys // _LEAST_KEYS, most * split_rows // rows), 1)
 
 
 def _constants(
@@ -462,7 +467,7 @@ def tree_attention(
     tiles = seqs * seq_tiles
     # With one loop, a program takes a multiprocessor's whole memory, with four warps as with eight.
     warps = 4 if tile.one_loop else tile.num_warps
-    splits = _num_splits(rows, tiles * num_kv_heads * warps, most_keys, workspace)
+    splits = _num_splits(rows, max_seq_rows, tiles * num_kv_heads * warps, most_keys, workspace)
     halves = masks.view(torch.int32)
     # One of two values whatever the launch's splits, so there are only two kernels.
     most_splits = triton.next_power_of_2(len(workspace.sums)) if splits > 1 else 1
