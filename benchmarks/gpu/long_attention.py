@@ -41,9 +41,9 @@ BATCHES = (
     *(Batch(1, 1, 1), Batch(1, 8, 8), Batch(1, 32, 32), Batch(4, 8, 8)),
     *(Batch(16, 1, 1), Batch(16, 4, 4), Batch(16, 8, 8), Batch(16, 8, 32)),
     *(Batch(64, 1, 1), Batch(64, 4, 4), Batch(64, 4, 8), Batch(64, 8, 8)),
-    # As beside prompts, in graphs for up to 128 sequences with trees of up to 4, 8 and 32 rows.
-    *(Batch(seqs, 4, tiles_for, 128) for seqs in (16, 36, 64) for tiles_for in (4, 8, 32)),
-    *(Batch(36, 8, tiles_for, 128) for tiles_for in (8, 32)),
+    # As beside prompts, in graphs for up to 256 sequences with trees of up to 4, 8 and 32 rows.
+    *(Batch(seqs, 4, tiles_for, 256) for seqs in (16, 24, 32, 36, 48, 64) for tiles_for in (4, 8, 32)),
+    *(Batch(36, 6, tiles_for, 256) for tiles_for in (8, 32)),
 )
 # Tokens of context, and blocks of the table.
 CONTEXTS = ((1500, 128), (2500, 256), (2500, 1024), (8500, 1024))
