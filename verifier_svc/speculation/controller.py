@@ -74,7 +74,7 @@ class Controller:
         # The shape of the last step, and the one that stands while others are probed.
         self._shape = self._standing = self.shapes[0]
         # What the last decision compared.
-        self._forecast = Forecast(0, 0, self._standing, {}, {})
+        self._forecast = Forecast(0, 0, self._standing, {}, {}, {})
         self._num_steps = 0
         self._decide_at = 0
         self._standing_since = 0
@@ -197,7 +197,11 @@ class Controller:
         """Return how much better this shape must be to take over."""
         if self._standing == NO_DRAFT:
             return GAIN_OVER_PLAIN
-        return GAIN_OF_PLAIN if shape == NO_DRAFT else LEAST_GAIN
+        if shape == NO_DRAFT:
+            return GAIN_OF_PLAIN
+        # A shape that leaves more room for prompts has an advantage already.
+        rooms = self._forecast.rooms
+        return 1.0 if rooms[shape] > rooms[self._standing] else LEAST_GAIN
 
     def _stand(self, shape: Shape, reason: Reason | None = None) -> None:
         if shape != self._standing:

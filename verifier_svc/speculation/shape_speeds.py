@@ -29,7 +29,7 @@ PROMPT_SMOOTHING = 0.05
 # drafts and short ones yield nearly as many tokens a second, but the long ones leave less room for
 # prompts, which then wait. With long prompts it is the other way round: fewer tokens a step mean more
 # steps over the same contexts. So this only decides between shapes that are nearly as fast.
-MOST_FULL, LEAST_ROOM = 0.9, 0.95
+MOST_FULL, LEAST_ROOM = 0.9, 0.97
 
 
 class Forecast(NamedTuple):
@@ -40,13 +40,15 @@ class Forecast(NamedTuple):
         batch: how many sequences it has.
         standing: the shape that stands until then.
         rates: what each shape yields; 0 where it cannot run.
-        speeds: the same, but less where steps leave too little room for prompts.
+        rooms: what that counts for; less than 1 where steps leave too little room for prompts.
+        speeds: rates times rooms.
     """
 
     step: int
     batch: int
     standing: Shape
     rates: Mapping[Shape, float]
+    rooms: Mapping[Shape, float]
     speeds: Mapping[Shape, float]
 
 
@@ -121,8 +123,9 @@ class ShapeSpeeds:
     def forecast(self, step: int, batch: int, standing: Shape) -> Forecast:
         """Predict the speeds of all shapes for the next decision."""
         rates = {shape: self._rate(shape, batch) for shape in {NO_DRAFT, *self.shapes}}
-        speeds = {shape: rate * self._room(shape, batch) for shape, rate in rates.items()}
-        return Forecast(step, batch, standing, rates, speeds)
+        rooms = {shape: self._room(shape, batch) for shape in rates}
+        speeds = {shape: rate * rooms[shape] for shape, rate in rates.items()}
+        return Forecast(step, batch, standing, rates, rooms, speeds)
 
     def hope(self, shape: Shape, forecast: Forecast) -> float:
         """Return the speed of a shape with good luck."""

@@ -18,7 +18,7 @@ CHAIN = chain(1)
 
 def forecast(chain_speed: float, plain_speed: float = 100.0, *, batch: int = 12) -> Forecast:
     speeds = {NO_DRAFT: plain_speed, CHAIN: chain_speed}
-    return Forecast(40, batch, NO_DRAFT, speeds, speeds)
+    return Forecast(40, batch, NO_DRAFT, speeds, dict.fromkeys(speeds, 1.0), speeds)
 
 
 def test_a_probe_waits_until_its_cost_is_saved() -> None:
