@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import shutil
 import subprocess
 import time
@@ -27,7 +28,6 @@ from gateway.messages import DrafterInfo, VerifierInfo
 from gateway.verifier_metrics import VerifierMetrics
 from tests.integration.stack import Stack, running, wait_until
 from verifier_svc.drafters.request import TreeBounds
-from verifier_svc.speculation.controller import Controller
 from verifier_svc.speculation.controllers import DrafterController
 
 pytestmark = pytest.mark.slow
@@ -169,7 +169,7 @@ class GpuFigures(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         drafter = SimpleNamespace(number=1, decision={})
         bounds = TreeBounds(max_nodes=8)
-        DrafterController(Controller(bounds, lambda rows: 1e-3 * rows), cast(Any, drafter)).choose(4)
+        DrafterController(cast(Any, drafter), bounds, lambda rows: 1e-3 * rows, limit_s=math.inf).choose(4)
         of_drafter = DrafterInfo(*("eagle3", "EAGLE3", "shared-memory", "", "attached", ""), *[1] * 5, ())
         numbers = {field.name: 0 for field in dataclasses.fields(VerifierInfo)}
         reasons = {"no_wait_budget": next(self.steps)}

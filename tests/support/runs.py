@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,6 +30,7 @@ from verifier_svc.sampling.grammar import Vocabulary, compile_grammar
 from verifier_svc.scheduling.sequence import Sequence as Running
 from verifier_svc.speculation import overlap_policy
 from verifier_svc.speculation.controller import Controller
+from verifier_svc.speculation.controllers import DrafterController
 
 BLOCK, NODES, BATCH_ROWS = 4, 6, 8
 LAYERS = (1, 2)
@@ -159,17 +161,19 @@ class Runs:
         return self.harness.engine.counters.num_steps - self.num_ahead
 
 
-class _ChosenShapes(Controller):
+class _Choices(Controller):
     """A controller whose choices the test makes."""
 
-    def __init__(self, choice: Callable[[int], Shape]) -> None:
-        super().__init__(TreeBounds(NODES), lambda rows: 1.0)
-        self._choice = choice
-        self._num_choices = 0
+    choice: Callable[[int], Shape]
+    num_choices = 0
 
     def choose(self, batch: int) -> Shape:
-        self._num_choices += 1
-        return self._choice(self._num_choices)
+        self.num_choices += 1
+        return self.choice(self.num_choices)
+
+
+class _ChosenShapes(DrafterController, _Choices):
+    """The same for a drafter's."""
 
 
 def choose(runs: Runs, choice: Callable[[int], Shape]) -> None:
@@ -178,7 +182,10 @@ def choose(runs: Runs, choice: Callable[[int], Shape]) -> None:
     It gets the number of choices.
     """
     speculator = runs.harness.speculator
-    speculator.overlap.controllers.of(speculator.drafters[0]).controller = _ChosenShapes(choice)
+    (drafter, *_), controllers = speculator.drafters, speculator.overlap.controllers
+    controller = _ChosenShapes(drafter, TreeBounds(NODES), lambda rows: 1.0, limit_s=math.inf)
+    controller.choice = choice
+    controllers._known[drafter.number] = controller
 
 
 class Course:

@@ -76,7 +76,7 @@ class OverlapRuns:
         for drafter in speculator.drafters:
             attachment = drafter.attachment
             if attachment is not None and attachment.has_overlap_memory and attachment.has_answered():
-                shapes = rows_of_shapes(speculator.overlap.controllers.of(drafter).controller.shapes)
+                shapes = rows_of_shapes(speculator.overlap.controllers.of(drafter).shapes)
                 steps[self._step_for(drafter, attachment)[0]] = attachment.needs.captured_layers, shapes
         # Where sequences are drafted for, steps without the drafter are rarer.
         steps[self._plain] = (), [ShapeRows(1, 1)]

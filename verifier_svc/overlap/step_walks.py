@@ -53,5 +53,5 @@ class StepWalks:
                 drafter.record.watch.observe(num_matched, num_rows)
             if controller is not None:
                 levels = shape.depth if shape.budget else depth
-                controller.controller.observe_walk(shape, num_matched, levels, num_rows)
+                controller.observe_walk(shape, num_matched, levels, num_rows)
         self._walks = {}

@@ -129,7 +129,7 @@ class OverlapTimes:
             step_s = self.step_s(facts.shape, facts.num_batch_rows)
             self._prefill.observe(facts.num_prompt_rows, seconds, step_s, has_joined=facts.has_joined)
         if is_timed and drafting.controller is not None:
-            controller = drafting.controller.controller
+            controller = drafting.controller
             # What rows of look-ups take says nothing of the shape, nor does a launch that the GPU
             # waited for: it had no work then, not even drafts.
             base_rows = facts.num_rows - facts.num_found_rows

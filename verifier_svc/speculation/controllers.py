@@ -9,7 +9,7 @@ from verifier_svc.drafters.handle import DrafterHandle
 from verifier_svc.drafters.request import NO_DRAFT, Shape, TreeBounds
 from verifier_svc.speculation.candidate_shapes import suits
 from verifier_svc.speculation.controller import Controller, Reason
-from verifier_svc.speculation.controller_log import write_anew
+from verifier_svc.speculation.controller_log import Record, write_anew
 
 # Steps in a row in which drafts do not pay, after which a run goes on without the drafter.
 PLAIN_AFTER = 64
@@ -17,11 +17,22 @@ PLAIN_AFTER = 64
 FIGURES_EVERY = 64
 
 
-class DrafterController:
-    """A drafter's controller. It outlives attachments."""
+class DrafterController(Controller):
+    """A drafter's controller. It outlives attachments.
 
-    def __init__(self, controller: Controller, drafter: DrafterHandle) -> None:
-        self.controller = controller
+    The other arguments are the controller's.
+    """
+
+    def __init__(
+        self,
+        drafter: DrafterHandle,
+        bounds: TreeBounds,
+        verify_s: Callable[[int], float],
+        *,
+        limit_s: float,
+        log: Callable[[Record], None] | None = None,
+    ) -> None:
+        super().__init__(bounds, verify_s, limit_s=limit_s, log=log)
         self._drafter = drafter
         self._num_plain = self._num_chosen = 0
 
@@ -35,22 +46,25 @@ class DrafterController:
         """Return whether drafts have not paid for so long that steps go on without the drafter."""
         return self._num_plain >= PLAIN_AFTER
 
-    def choose(self, num_sequences: int) -> Shape:
-        """Return the shape of the next trees for a batch."""
-        shape = self.controller.choose(num_sequences)
+    def choose(self, batch: int) -> Shape:
+        """Return the shape in which ``batch`` sequences draft in the next step, and publish why."""
+        shape = super().choose(batch)
         self._num_plain = self._num_plain + 1 if shape == NO_DRAFT else 0
         if self._num_chosen % FIGURES_EVERY == 0:
             self._drafter.decision = self._figures(shape)
         self._num_chosen += 1
         return shape
 
-    def suits(self, shape: Shape, num_sequences: int) -> bool:
-        """Return whether a batch may draft in this shape. A single shape is for all batches."""
-        return len(self.controller.shapes) == 1 or suits(shape, num_sequences)
+    def suits(self, shape: Shape, batch: int) -> bool:
+        """Return whether ``batch`` sequences may draft in this shape.
+
+        A single shape is for all batches.
+        """
+        return len(self.shapes) == 1 or suits(shape, batch)
 
     def _figures(self, shape: Shape) -> dict[str, float]:
         """Return the figures behind a choice, as gauges of the drafter: other threads read them."""
-        figures = self.controller.explain()
+        figures = self.explain()
         sizes = {
             "chosen_nodes": float(shape.nodes),
             "chosen_levels": float(shape.depth if shape.nodes > 1 else 0),
@@ -82,7 +96,6 @@ class DrafterControllers:
         known = self._known.get(drafter.number)
         if known is None:
             log = write_anew(Path(f"{self._log}.{drafter.name}")) if self._log else None
-            controller = Controller(self._bounds, self._verify_s, limit_s=self._limit_s, log=log)
-            known = DrafterController(controller, drafter)
+            known = DrafterController(drafter, self._bounds, self._verify_s, limit_s=self._limit_s, log=log)
             self._known[drafter.number] = known
         return known

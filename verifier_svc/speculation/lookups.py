@@ -165,7 +165,7 @@ class Lookups:
     def _token_s(self) -> float:
         """Return the seconds in which the batch makes a token without look-ups."""
         drafting, batch = self._drafting, self._batch
-        tokens = 1.0 if drafting.controller is None else drafting.controller.controller.expected_tokens(drafting.shape)
+        tokens = 1.0 if drafting.controller is None else drafting.controller.expected_tokens(drafting.shape)
         return drafting.step_s(drafting.shape, batch, self._costs) / (batch * tokens)
 
     def _model_tokens(self, sequence: Sequence) -> float:

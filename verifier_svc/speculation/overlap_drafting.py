@@ -111,19 +111,19 @@ class OverlapDrafting:
         shape = self.shape_of(sequence)
         if shape == NO_DRAFT or self.controller is None:
             return 1.0
-        return self.controller.controller.expected_tokens(shape)
+        return self.controller.expected_tokens(shape)
 
     def draft_s(self, batch: int) -> float:
         """Return the seconds that a step of ``batch`` sequences waits for the drafter's trees."""
         if self.shape == NO_DRAFT or self.controller is None:
             return 0.0
-        return self.controller.controller.draft_s(self.shape, batch)
+        return self.controller.draft_s(self.shape, batch)
 
     def step_s(self, shape: Shape, batch: int, costs: DraftCosts) -> float:
         """Return the seconds that a step of ``batch`` sequences should take without prompts."""
         if self.controller is None:
             return costs.plain_step_s(batch)
-        return self.controller.controller.step_s(shape, batch)
+        return self.controller.step_s(shape, batch)
 
     def add(self, sequence: Sequence, shape: Shape | None = None) -> None:
         """Draft for a running sequence, from when it joins.

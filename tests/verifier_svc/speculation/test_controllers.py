@@ -6,8 +6,11 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from tests.support.runs import Runs, greedy, oracle_of, plain
 from verifier_svc.drafters.request import NO_DRAFT, Shape
+from verifier_svc.speculation.controller import Controller
 from verifier_svc.speculation.controllers import PLAIN_AFTER, DrafterControllers
 
 
@@ -28,12 +31,12 @@ def test_metrics_say_why_a_shape_was_chosen() -> None:
     assert drafter.gauges == {}
 
 
-def test_drafts_rest_after_many_steps_in_which_they_did_not_pay() -> None:
+def test_drafts_rest_after_many_steps_in_which_they_did_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = run_of()
     (drafter,) = runs.harness.speculator.drafters
     controller = runs.harness.speculator.overlap.controllers.of(drafter)
     shapes = [NO_DRAFT] * PLAIN_AFTER + [Shape(3, 2, 1)]
-    controller.controller.choose = lambda batch: shapes.pop(0)  # type: ignore[method-assign]
+    monkeypatch.setattr(Controller, "choose", lambda controller, batch: shapes.pop(0))
     rests = []
     while shapes:
         controller.choose(1)

@@ -110,7 +110,7 @@ def overlapped(shapes: Sequence[DraftShape | None]) -> tuple[Runs, set[str], lis
     expected = plain(requests)
     runs = Runs([oracle_of(requests, expected)], num_steps=0)
     speculator = runs.harness.speculator
-    controller = speculator.overlap.controllers.of(speculator.drafters[0]).controller
+    controller = speculator.overlap.controllers.of(speculator.drafters[0])
     seen: set[str] = set()
     learn = controller.observe_step
 
