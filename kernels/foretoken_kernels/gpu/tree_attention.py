@@ -38,10 +38,11 @@ _LEAST_KEYS = 256
 # 320 keys, nothing at 1,500, and loses 5% at 4,096. The limit is 2,048 tokens plus the tree's own
 # blocks and bits.
 _ONE_LOOP_KEYS = 2560
-# Programs that may share the keys of a tree in a longer table, even if they are too many to run side
-# by side. Otherwise the sequences whose programs begin last keep most multiprocessors waiting. On an
-# H200, 36 sequences of 8,500 tokens with 4 rows each take 398 us instead of 487 with two, and 64 take
-# 577 instead of 564. With four, 36 take 362 and 64 take 608.
+# Programs that may share the keys of a small tree in a longer table, even if they are too many to run
+# side by side. Otherwise the sequences whose programs begin last keep most multiprocessors waiting.
+# On an H200, 36 sequences of 8,500 tokens with 4 rows each take 398 us instead of 487 with two, and
+# 64 take 577 instead of 564. With four, 36 take 362 and 64 take 608. In tiles for 16 rows two gain as
+# often as they lose.
 _LONG_SPLITS = 2
 # Most rows of one sequence that may be a tree; more rows are a prompt's.
 _MOST_TREE_ROWS = 64
@@ -77,6 +78,8 @@ class _Tile(NamedTuple):
 
     Attributes:
         one_loop: whether one loop processes tree and context.
+        splits: how many programs share the keys, if there are enough, even where they are too many
+            to run side by side.
     """
 
     rows: int
@@ -84,6 +87,7 @@ class _Tile(NamedTuple):
     num_warps: int
     num_stages: int
     one_loop: bool = False
+    splits: int = 1
 
 
 def _tile(
@@ -101,8 +105,9 @@ def _tile(
     entries, load two blocks ahead. float32 (``wide``) does not use tensor cores, so its tiles are
     small.
 
-    For trees in short tables, half of the largest tile is faster (on an H200, 19.4 us instead of
-    21.5 for 16 x 32 rows, when masks cost more).
+    For trees, half of the largest tile is faster: on an H200, in short tables 19.4 us instead of
+    21.5 for 16 x 32 rows, when masks cost more; in long ones 475 instead of 542 for 36 sequences of
+    8,500 tokens with 4 rows each, where they may have 32.
 
     One loop for all keys saves small launches with trees a wait; they also get twice the warps
     where there is room. It computes more for each key, so long contexts do not use it.
@@ -121,28 +126,29 @@ def _tile(
         if products == 16 or rows == 1 or programs * num_warps >= _WARPS:
             break
         products //= 2
-    is_short = max_seq_rows > 1 and most_keys <= _ONE_LOOP_KEYS
-    one_loop = is_short and rows * heads <= 32
+    is_short, is_tree = most_keys <= _ONE_LOOP_KEYS, max_seq_rows <= _MOST_TREE_ROWS
+    one_loop = is_short and max_seq_rows > 1 and rows * heads <= 32
     if wide:
         return _Tile(rows, 64 if one_loop else 32, 4, 1, one_loop)
     if rows * heads <= 32:
         if one_loop and programs * 8 <= _WARPS:
             num_warps = 8
-        return _Tile(rows, 64 if long_heads else 128, num_warps, 3, one_loop)
-    if is_short and rows > 1 and rows * heads == 128 and max_seq_rows <= _MOST_TREE_ROWS:
-        return _Tile(rows // 2, 64, 4, 5, True)
+        splits = _LONG_SPLITS if is_tree and not is_short else 1
+        return _Tile(rows, 64 if long_heads else 128, num_warps, 3, one_loop, splits)
+    if is_tree and rows > 1 and rows * heads == 128:
+        return _Tile(rows // 2, 64, 4, 5 if is_short else 3, is_short)
     return _Tile(rows, 64, num_warps, 5 if rows * heads == 128 else 3)
 
 
-def _num_splits(rows: int, max_seq_rows: int, warps: int, most_keys: int, workspace: Workspace) -> int:
+def _num_splits(rows: int, least: int, warps: int, most_keys: int, workspace: Workspace) -> int:
     """Return how many programs may share the keys of a tile.
 
     Args:
+        least: as many as these, whatever runs side by side.
         warps: warps of a launch without splits.
     """
     most, split_rows = workspace.sums.shape[:2]
-    is_long_tree = most_keys > _ONE_LOOP_KEYS and max_seq_rows <= _MOST_TREE_ROWS
-    side_by_side = max(_WARPS // warps, _LONG_SPLITS if is_long_tree else 1)
+    side_by_side = max(_WARPS // warps, least)
     return max(min(most, side_by_side, most_keys // _LEAST_KEYS, most * split_rows // rows), 1)
 
 
@@ -469,7 +475,7 @@ def tree_attention(
     tiles = seqs * seq_tiles
     # With one loop, a program takes a multiprocessor's whole memory, with four warps as with eight.
     warps = 4 if tile.one_loop else tile.num_warps
-    splits = _num_splits(rows, max_seq_rows, tiles * num_kv_heads * warps, most_keys, workspace)
+    splits = _num_splits(rows, tile.splits, tiles * num_kv_heads * warps, most_keys, workspace)
     halves = masks.view(torch.int32)
     # One of two values whatever the launch's splits, so there are only two kernels.
     most_splits = triton.next_power_of_2(len(workspace.sums)) if splits > 1 else 1
