@@ -100,15 +100,18 @@ def blank_batch(rows: int, seqs: int, blocks: int = 1, block_size: int = 1) -> F
     )
 
 
-def chains_batch(count: int, length: int, block_size: int, num_blocks: int) -> ForwardBatch:
-    """Return a batch of the first ``length`` tokens of ``count`` sequences.
+def chains_batch(count: int, length: int, block_size: int, num_blocks: int, first: int = 0) -> ForwardBatch:
+    """Return a batch of ``length`` tokens of each of ``count`` sequences.
 
     The sequences share blocks if there are too few.
+
+    Args:
+        first: the position of each sequence's first token; whatever the cache holds comes before.
     """
-    per_seq = -(-length // block_size)
+    per_seq = -(-(first + length) // block_size)
     blocks = (np.arange(count * per_seq, dtype=np.int32) % num_blocks).reshape(count, per_seq)
     seqs = np.repeat(np.arange(count, dtype=np.int32), length)
-    positions = np.tile(np.arange(length, dtype=np.int32), count)
+    positions = np.tile(np.arange(first, first + length, dtype=np.int32), count)
     rows = count * length
     return ForwardBatch(
         token_ids=np.zeros(rows, np.int32),

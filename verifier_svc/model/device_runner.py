@@ -37,9 +37,9 @@ _MOST_PINNED_BYTES = 16 << 20
 # further.
 _PROMPT_ROWS = 1024
 _FEW_ROWS = 32
-# With enough sequences to fill the GPU, attention changes its tile at this many rows of a tree, and
-# again for larger trees.
-_TREE_ROWS = 16
+# With enough sequences to fill the GPU, attention changes its tile at these numbers of a tree's rows,
+# and again for larger trees.
+_TREE_ROWS = 8, 16
 _LONG_CONTEXT = 4096
 # Row count that checks strict matmuls of many rows: it needs two tiles of 128.
 _STRICT_COUNTS = (130,)
@@ -191,11 +191,14 @@ class DeviceRunner(TargetModel):
             wanted = None if rows <= min(ROW_BUCKETS[-1], self._sizes.wanted) else np.array([rows - 1], np.int32)
             for first in {0, max(longest - rows, 0) if rows > _FEW_ROWS else 0}:
                 self.forward(chain_batch(np.zeros(rows, np.int32), first, self.block_size, wanted))
-        # With many sequences attention splits nothing and uses the largest tiles of trees.
+        # With many sequences attention uses the largest tiles of trees, and splits only the keys of
+        # small trees after a long context.
         seqs = min(self._sizes.seqs, self._sizes.wanted)
         largest_tree = max(min(max_nodes, room, self._sizes.wanted // seqs), 1)
-        for length in {1, min(_TREE_ROWS, largest_tree), largest_tree}:
-            self.forward(chains_batch(seqs, length, self.block_size, self.cache.num_kv_slots // self.block_size - 1))
+        num_blocks = self.cache.num_kv_slots // self.block_size - 1
+        for length in {1, largest_tree, *(min(rows, largest_tree) for rows in _TREE_ROWS)}:
+            for first in {0, max(longest - length, 0)}:
+                self.forward(chains_batch(seqs, length, self.block_size, num_blocks, first))
         nowhere = np.zeros(1, np.int32)
         self.commit(nowhere, nowhere)
         if self._device.type == "cuda":

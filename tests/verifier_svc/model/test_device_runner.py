@@ -29,7 +29,8 @@ def attention_kernel(seqs: int, max_seq_rows: int, context: int, max_model_len: 
     tile = attention._tile(seqs, rows, NUM_KV_HEADS, NUM_HEADS // NUM_KV_HEADS, HEAD_DIM, False, most_keys)
     warps = seqs * -(-rows // tile.rows) * NUM_KV_HEADS * (4 if tile.one_loop else tile.num_warps)
     workspace = attention.attention_workspace(8192, 1, 1, 16, "cpu")
-    return tile, attention._num_splits(seqs * max_seq_rows, warps, most_keys, workspace) > 1
+    splits = attention._num_splits(seqs * max_seq_rows, tile.splits, warps, most_keys, workspace)
+    return tile._replace(splits=1), splits > 1
 
 
 @pytest.mark.parametrize("max_model_len", [1024, 2048, 131072])
